@@ -150,7 +150,7 @@ README: Sequence[Row] = (
     ("training step of BERT-BASE, length 128, real tokens/s: bf16; fp32", "Hugging Face", STEPS[:3:2]),
     ("loader with dynamic masking, rows/s on one core: batches of 32; 2,048", "Hugging Face's collator", LOADER),
     ("text to shards, MB/s on one core, the same WordPiece vocabulary", "`tokenizers`; `tokie`", SHARDS),
-    ("fine-tuning a BERT on WNUT-17, the less favourable of three tasks: seconds a run; F1, %", "Hugging Face's Trainer",
+    ("fine-tuning a BERT on WNUT-17, the least favourable of three tasks: seconds a run; F1, %", "Hugging Face's Trainer",
         FINETUNED["WNUT-17", "bert"][::-1]),
 )  # fmt: skip
 PEERS: Sequence[Row] = (

@@ -135,8 +135,8 @@ class LoadedModel:
         write(self._read_weights(), output, overwrite)
 
     def save(self, run: str | Path) -> None:
-        """Write the model, as it is now, as a new run folder, for any command, and to train from (`init_from`). Raises ValueError for a
-        folder that is not empty."""
+        """Write the model, as it is now, as a new run folder, for commands that read a model, and to train from (`init_from`). Raises
+        ValueError for a folder that is not empty."""
         from megabert import hf
 
         hf.write_run(self._read_weights(), run, dataset="none, saved from Python: begin a new run with init_from")

@@ -40,7 +40,7 @@ COMMANDS = {
     "doctor": Command("megabert.commands.doctor", "what is installed, what each operation will use, what is missing"),
     "prep": Command("data_prep.__main__", "text to verified shards: prep build, verify, inspect, push"),
     "plan": Command("megabert.commands.plan", "what a run will need: memory, work, time"),
-    "train": Command("megabert.train", "pre-train BERT, or continue to", saves=True),
+    "train": Command("megabert.train", "pre-train BERT, or continue a run", saves=True),
     "evaluate": Command("megabert.commands.evaluate", "held-out metrics of a run, as one JSON line"),
     "pairs": Command("megabert.commands.pairs", "scores of minimal pairs: BLiMP, Zorro"),
     "distill": Command("megabert.commands.distill", "train a student of fewer layers from a teacher"),

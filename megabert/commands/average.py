@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--run", required=True, metavar="RUN", help="run folder")
-    add("--output", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
+    add("--output", required=True, metavar="DIR", help="run folder to write; must be new or empty")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--last", type=int, default=0, metavar="N", help="the newest checkpoints; 0: all")
     these = "the checkpoints of these steps"

@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     source = "folder with config.json and model.safetensors or pytorch_model.bin, or OWNER/NAME on the hub"
     add("--model", required=True, metavar="HF_DIR", help=source)
-    add("--run", required=True, metavar="DIR", help="run folder to write; must not exist or be empty")
+    add("--run", required=True, metavar="DIR", help="run folder to write; must be new or empty")
     add("--tokenizer", default="", metavar="FILE", help="file of a tokenizer, if the folder has none")
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
     surplus = "leave out all embeddings behind the tokenizer's last token, also 128 and more"

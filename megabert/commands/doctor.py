@@ -182,7 +182,7 @@ def cluster(folder: Path, as_json: bool) -> int:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with tempfile.TemporaryDirectory() as stacks:
             watchdog = ranks.watch(Path(stacks), PREFLIGHT_SECONDS)
-            watchdog.progress()
+            watchdog.progress(step=1)  # no time for a start
             surveyed = preflight.survey(ranks.world, folder, lambda: matmul_tflops(device, dtype), watchdog.progress)
         lines = preflight.report(ranks.world, *surveyed)
         if ranks.world.is_main:

@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=f"{MODEL}; or a fine-tuned model's folder or name")
-    add("--output", default="", metavar="HF_DIR", help="folder to write; must not exist or be empty")
+    add("--output", default="", metavar="HF_DIR", help="folder to write; must be new or empty")
     hub = "repository of the Hugging Face hub to upload to, with the token of `hf auth login`, or HF_TOKEN; made if missing"
     add("--push", default="", metavar="OWNER/NAME", help=hub)
     add("--private", action="store_true", help="of --push: only its owner sees the repository")

@@ -57,7 +57,8 @@ def describe_values(field: Any) -> str:
     kind = field.annotation
     if get_origin(kind) is Literal:
         return ", ".join(map(str, get_args(kind)))
-    name = {dict: "table", list: "list of tables"}.get(get_origin(kind)) or kind.__name__
+    names = {dict: "table", list: "list of texts" if get_args(kind) == (str,) else "list of tables"}
+    name = names.get(get_origin(kind)) or kind.__name__
     bounds = [(getattr(rule, bound, None), word) for rule in field.metadata for bound, word in BOUNDS.items()]
     return " ".join([name, *(f"{word} {limit:g}" for limit, word in bounds if limit is not None)])
 

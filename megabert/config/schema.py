@@ -348,7 +348,7 @@ class OpsConfig(Section):
 
     attention: Literal["auto", "sdpa", "varlen", "flash3", "native", "fused_softmax"] = setting(
         "auto",
-        "attention backend; auto: native if the library was built for the device, else varlen, else sdpa; "
+        "attention backend; auto: native where it can run, else varlen where it can, else sdpa; "
         "flash3: FlashAttention-3, with attention_dropout=0",
     )
     mlm_loss: Literal["auto", "torch", "native"] = setting("auto", "masked-LM loss backend; auto: native, else torch")
@@ -357,7 +357,7 @@ class OpsConfig(Section):
         "bias+GELU and dropout+add+LayerNorm; auto: native, else torch; compiled: the whole layer by torch.compile",
     )
     optimizer: Literal["auto", "torch", "apex"] = setting(
-        "auto", "kernels of AdamW or LAMB; apex: NVIDIA's, LAMB only at zero.stage 0, no Muon"
+        "auto", "kernels of AdamW or LAMB; apex: NVIDIA's, LAMB only at zero.stage 0 without split_qkv, no Muon or StableAdamW"
     )
 
 
@@ -481,7 +481,7 @@ class Config(Section):
     init_moments: bool = setting(False, "also load the moments of init_from (as NVIDIA's phase 2)")
     max_bad_steps: int = setting(10, "non-finite updates in a row before the run stops", gt=0)
     peak_tflops: float = setting(
-        0.0, "peak of matrix products of a device for MFU; 0: the GPU's datasheet, else measured once a machine", ge=0
+        0.0, "peak of matrix products of a device for MFU; 0: in bf16 the GPU's datasheet, else measured once a machine", ge=0
     )
     phases: list[PhaseConfig] = setting(
         [],

@@ -55,14 +55,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "columns where they differ from those of training")  # fmt: skip
     add("--lines", action="store_true", help="with --predict: each line of FILE that is not blank is a text, numbered from 0; "
         "of a tag task the spans of its characters are written, as JSON lines")  # fmt: skip
-    add("--probabilities", action="store_true", help="with --predict: also a column of each label's probability")
+    add("--probabilities", action="store_true", help="with --predict of classify or multilabel: also each label's probability")
     add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, instead of --task")
     add("--text", action="append", default=[], metavar="COLUMN",
         help="text column; twice for a pair; a.b is nested, a+b joins two")  # fmt: skip
     add("--label", default="", metavar="COLUMN", help="label column; several labels are separated by commas, or a list")
     add("--labels", nargs="+", default=[], metavar="LABEL", help="in the order of the classes; F1 is of the last")
-    add("--id", default="", metavar="COLUMN", help="id column for the predictions file; default: numbered from 0")
+    add("--id", default="", metavar="COLUMN", help="id column for the predictions file; default: with --predict that of training "
+        "if FILE has it, else numbered from 0")  # fmt: skip
     add("--metric", action="append", default=[], metavar="NAME", help="several times; the first selects the best model")
     add("--train", default="", metavar="FILE", help="texts and labels for training")
     add("--dev", default="", metavar="FILE", help="for the choice of the best weights and learning rate")

@@ -162,7 +162,7 @@ def write_inputs(folder: Path) -> None:
     tokenizer = wordpiece.peer(wordpiece.write(folder / "vocab.txt"))
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     for part in (BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **shape)), tokenizer):
-        part.save_pretrained(folder / "hf/bert-base-uncased")
+        part.save_pretrained(folder / "google-bert/bert-base-uncased")
     for task in {*glue_folder.write_folder(folder / "glue").iterdir()} - {folder / "glue/SST-2", folder / "glue/RTE"}:
         shutil.rmtree(task)
     for name in ("train.tsv", "dev.tsv"):
