@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.common import hardware
 from benchmarks.common.measure import quantiles
-from megabert.common.environment import keep_freed_memory
+from megabert.common.environment import disable_malloc_trimming
 from megabert.config import MaskingConfig
 from megabert.data.loader import Loader
 from megabert.data.masking import MaskingVocabulary
@@ -179,7 +179,7 @@ def main() -> None:
     args = parser.parse()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    keep_freed_memory()  # as in train.py and its loader processes
+    disable_malloc_trimming()  # as in train.py and its loader processes
     print(hardware.describe())
     results = []
     with tempfile.TemporaryDirectory(prefix="bench_data_") as scratch:

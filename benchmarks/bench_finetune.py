@@ -38,7 +38,7 @@ import numpy as np
 
 from benchmarks.common import hardware
 from benchmarks.race.records import circumstances
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 
 RANDOM = "random weights"
 # one in this many members of a training file is used to choose the best weights
@@ -204,7 +204,7 @@ def finetune(
         about["seconds"] = round(time.perf_counter() - began, 3)
         result = json.loads((folder / "result.json").read_text())
         about |= {"training_seconds": result["seconds"], "scores": result["scores"]["test"]}
-        write_whole(kept, json.dumps(made | about).encode())
+        write_atomically(kept, json.dumps(made | about).encode())
     run = json.loads(kept.read_text())
     if other := [f"{name} {run[name]!r}, not {made[name]!r}" for name in made if run[name] != made[name]]:
         raise ValueError(f"{folder}: is a run of {other[0]}; name another --work, or remove {output}")

@@ -33,7 +33,7 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM
 from benchmarks.common import hardware
 from benchmarks.common.measure import Memory, quantiles
 from megabert import config as configuration
-from megabert.common.environment import keep_freed_memory
+from megabert.common.environment import disable_malloc_trimming, match_in
 from megabert.config import Config
 from megabert.engine import DTYPES, precision
 from megabert.hf import mapping
@@ -106,12 +106,11 @@ def peer_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def measure(case: Case) -> dict[str, Any]:
     """Seconds, memory, loss and gradient norm, in a process that has computed nothing before."""
     torch.set_num_threads(case.threads)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    free = 1024 * int(match_in("/proc/meminfo", r"MemAvailable:\s*(\d+)"))
     resource.setrlimit(resource.RLIMIT_DATA, (round(case.memory_share * free),) * 2)
     memory = Memory(torch.device("cpu"))
     if case.side not in PEERS:
-        keep_freed_memory()
+        disable_malloc_trimming()
     cfg, dtype = make_config(case.length, case.tokens // case.length), DTYPES[case.precision]
     inputs = full_rows(cfg)
     before = memory.now()

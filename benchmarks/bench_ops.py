@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.common import hardware
 from benchmarks.common.measure import CaptureFailed, Memory, copy_bandwidth, kernel_times, quantiles, synchronise
 from megabert import ops
-from megabert.common.environment import keep_freed_memory
+from megabert.common.environment import disable_malloc_trimming
 from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
 from megabert.engine.ceiling import matmul_tflops
 from megabert.model import BertForPreTraining
@@ -374,11 +374,13 @@ def main(argv: list[str] | None = None) -> int:
     if ops.MISSING or not ops.has_kernel("mlm_loss", args.device):
         raise ValueError(ops.MISSING or f"the native library has no {args.device} code")
     device = torch.device(args.device)
-    keep_freed_memory()
+    disable_malloc_trimming()
     print(hardware.describe(), flush=True)
     ceiling = matmul_tflops(device, torch.bfloat16, 0.05 if args.small else 0.5)
     bandwidth = copy_bandwidth(device, 1 << 16 if args.small else 1 << 28)
     print(f"copy {bandwidth / 1e9:.1f} GB/s, bf16 matrix product {ceiling:.3f} TFLOP/s")
+    report = {"benchmark": "ops", "unit": "seconds", "small": args.small, "threads": torch.get_num_threads()}
+    report |= {"copy_bytes_per_sec": bandwidth, "matmul_ceiling_tflops": ceiling}
     results = []
     for case in (case for name in args.only for case in CASES[name](Maker(device), args.small)):
         for label, side, _ in args.without:
@@ -390,9 +392,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"starting again: {left_out}", flush=True)
             os.execv(sys.executable, [sys.executable, *sys.argv, *left_out])
         show(results[-1])
-    report = {"benchmark": "ops", "unit": "seconds", "small": args.small, "threads": torch.get_num_threads()}
-    report |= {"copy_bytes_per_sec": bandwidth, "matmul_ceiling_tflops": ceiling}
-    hardware.write_json(args.json, report | {"results": results, "left_out": args.without})
+        hardware.write_json(args.json, report | {"results": results, "left_out": args.without})
     return 0
 
 

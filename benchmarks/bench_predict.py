@@ -33,7 +33,7 @@ from benchmarks.common.measure import order_of
 from benchmarks.peers import hf_predict
 from megabert import hf as pretrained
 from megabert.commands.extraction import Extractor
-from megabert.common.environment import keep_freed_memory
+from megabert.common.environment import disable_malloc_trimming
 from megabert.config import ModelConfig
 from megabert.distributed.ranks import discover
 from megabert.finetune import files, heads, prediction, save, tasks
@@ -219,7 +219,7 @@ def main() -> None:
     add("--kinds", nargs="+", choices=("short", "mixed", "long"), default=["short", "mixed", "long"])
     add("--rounds", type=int, default=3)
     args = parser.parse()
-    keep_freed_memory()
+    disable_malloc_trimming()
     shapes: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for shape in args.shapes:

@@ -96,7 +96,7 @@ def run_rank(command: Command, rank: int, place: Mapping[str, str], gate: tuple[
     counts.around(Session, "watch", "watch")
     for name, stage in (("open_data", "open"), ("open_run_folder", "verify"), ("resume", "restore")):
         counts.around(open_run, name, stage)
-    counts.around(Checkpoints, "complete", "save")
+    counts.around(Checkpoints, "save_and_wait", "save")
     take, training = Trainer.train_update, Trainer.train
 
     def engine(*args: Any) -> RehearsedEngine:

@@ -34,7 +34,7 @@ from benchmarks.common import hardware
 from benchmarks.common.measure import Memory, costliest_kernels, order_of, quantiles, seconds_of
 from megabert import config as configuration
 from megabert.common.datasheets import datasheet_tflops
-from megabert.common.environment import M_MMAP_MAX, keep_freed_memory
+from megabert.common.environment import M_MMAP_MAX, disable_malloc_trimming
 from megabert.config import Config, replace
 from megabert.data.loader import Loader, Update
 from megabert.data.shards import Dataset
@@ -138,7 +138,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         if HF in sides:
             inputs[HF] = [hf_step.padded(update, args.seq_len) for update in updates]
         for name in order_of(sides, number):
-            (keep_freed_memory if name == "ours" else map_large_blocks)()
+            (disable_malloc_trimming if name == "ours" else map_large_blocks)()
             before = memory.now() if number < WARM_UP else 0
             memory.restart()
             losses: list[torch.Tensor] = []

@@ -1,8 +1,8 @@
 """One GPU's measurements in two calls of four and seven minutes: is it right, does it train, how fast, against what.
 
     python benchmarks/gpu_suite.py --make-pack TEXT…       (with nvcc and network: wheels, native library, two datasets)
-    python3 benchmarks/gpu_suite.py first --json FILE      the machine, the operations' tests, a training run, BERT-LARGE's step
-    python3 benchmarks/gpu_suite.py second --json FILE     a published recipe, larger micro-batches, peers, kernels
+    python3 benchmarks/gpu_suite.py first --json FILE      the machine, the operations' tests, BERT-LARGE's step, a training run
+    python3 benchmarks/gpu_suite.py second --json FILE     larger micro-batches, peers, kernels, a published recipe
     python benchmarks/gpu_suite.py --device cpu --quick    (a test of all items; its figures mean nothing)
 
 The machine needs torch, numpy and packaging, and a copy of this tree with the pack in build/gpu_pack. Items are child processes: one
@@ -13,6 +13,7 @@ is written after each, with clocks, power and temperature.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -41,6 +42,8 @@ ROOT = hardware.ROOT
 # minutes of each call, of which the last seconds are kept in hand; remaining seconds below which no item is started
 MINUTES, KEPT_IN_HAND, LEAST = {"first": 5.0, "second": 8.0}, 60, 10
 ITEMS = "benchmarks/gpu/items.py"
+# characters of an item's output that are kept
+OUTPUT = 20_000
 # seconds between looks at the results of a process of several items
 LOOK = 0.5
 NATIVE = "attention=native layer=native mlm_loss=native"
@@ -52,35 +55,36 @@ COMPILED = "--ops attention=varlen layer=compiled mlm_loss=native"
 CALLS: dict[str, dict[str, str]] = {
     "first": {
         "machine": "",
-        "ranks": "",
         "tests": "",
-        "training/small": "",
         "steps/ours 128x128, profile": f"{OURS} --profile",
         "steps/torch 128x128": TORCH,
+        "training/small": "",
         "steps/ours 512x32, profile": f"{OURS} --profile",
     },
     "second": {
-        "training/large_24h": "",
         "steps/ours 128x256": OURS,
         "steps/ours 512x64": OURS,
         "steps/flash, our layer 128x256": FLASH,
         "steps/flash, our layer 512x64": FLASH,
         "steps/torch 512x64": TORCH,
         "kernels/attention": "",
+        "kernels/layer": "",
+        "kernels/mlm_loss": "",
+        "training/large_24h": "",
         "steps/ours 128x512": OURS,
+        "steps/muon 128x256": f"{OURS} --optimizer muon",
         "steps/lamb 128x256": f"{OURS} --optimizer lamb",
         "steps/without dropout 128x256": f"{OURS} --dropout 0",
         "steps/compiled 128x256": COMPILED,
         "steps/compiled 512x64": COMPILED,
-        "kernels/layer": "",
         "kernels/products": "",
         "kernels/optimizer": "",
-        "kernels/mlm_loss": "",
         "kernels/softmax_mask": "",
+        "ranks": "",
     },
 }
 # longest time of an item in seconds, by the first part of its key; more on the CPU, where only its end matters
-LIMITS = {"machine": 60, "ranks": 60, "tests": 110, "training": 150, "steps": 90, "kernels": 60}
+LIMITS = {"machine": 60, "ranks": 60, "tests": 110, "training": 150, "steps": 90, "kernels": 100}
 PATIENCE = {"cuda": 1, "cpu": 4}
 NAMED = " ".join(f"ops.{choice}" for choice in NATIVE.split())
 SMALL_MODEL = "model.layers=4 model.hidden=256 model.heads=4 data.workers=2 batch.micro_size=32 batch.global_size=64"
@@ -118,7 +122,7 @@ class Suite:
             return [ITEMS, "steps", str(target), *pairs]
         if part == "tests":
             chosen = ["-n", "2"] if self.device == "cpu" else ["-n", "6", "-m", "gpu"]
-            return ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "tests/ops"]
+            return ["-m", "pytest", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider", *chosen, "tests/ops"]
         result = ["--json", str(target)]
         if part == "kernels":
             small = ["--small"] if self.quick else []
@@ -203,10 +207,13 @@ def run_items(
                 reason, value = wait(child, target, number if key.startswith("steps/") else -1, min(limit, end - start))
                 result: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "telemetry": telemetry.stop()}
                 if reason:
-                    output = log.read_text(errors="replace")[-3000:]
+                    if target.is_file() and not key.startswith("steps/"):
+                        with contextlib.suppress(ValueError):
+                            result["partial"] = json.loads(target.read_text())
+                    output = log.read_text(errors="replace")[-OUTPUT:]
                     yield key, {"state": "failed", "reason": reason, "output": output, **result}
                     return
-                value = value or {"output": log.read_text(errors="replace")[-3000:]}
+                value = value or {"output": log.read_text(errors="replace")[-OUTPUT:]}
                 yield key, {"state": "done", "value": value, **result}
         finally:
             if child.poll() is None:
@@ -247,7 +254,10 @@ def results(
                 yield waiting.pop(0), {"state": "skipped"}
                 continue
             command = partial(suite.command, tuple(keys), [chosen[key] for key in keys])
-            for key, result in run_items(list(keys), command, env, LIMITS[part] * PATIENCE[suite.device], end):
+            threads = {"OMP_NUM_THREADS": "2"} if part == "tests" else {}  # of several processes
+            for key, result in run_items(
+                list(keys), command, env | threads, LIMITS[part] * PATIENCE[suite.device], end
+            ):
                 waiting.remove(key)
                 yield key, result
 
@@ -301,10 +311,13 @@ def main() -> int:
         chosen = {key: options for key, options in listed.items() if {key, key.partition("/")[0]} & only}
         for key, result in results(Suite(args.device, args.quick, args.pack), chosen, env, end):
             found[key] = result
-            line = figure(key, result["value"]) if "value" in result else result.get("reason", "")
-            print(f"{key:<32} {result['state']:<7} {result.get('seconds', 0):>5} s  {line}", flush=True)
             report = {"benchmark": "gpu", "device": args.device, "quick": args.quick, **setup, "results": found}
             hardware.write_json(args.json, report)
+            try:
+                line = figure(key, result["value"]) if "value" in result else result.get("reason", "")
+            except (LookupError, TypeError, ValueError) as error:  # the others are still to be measured
+                line = f"its figures are not as expected: {error!r}"
+            print(f"{key:<32} {result['state']:<7} {result.get('seconds', 0):>5} s  {line}", flush=True)
     failed = [key for key, result in found.items() if result["state"] == "failed"]
     if failed:
         print(f"error: failed: {', '.join(failed)}; the reasons are in {args.json}", file=sys.stderr)

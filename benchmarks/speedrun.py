@@ -4,7 +4,7 @@
     python benchmarks/speedrun.py --track 4min-1cores 20min-1cores --show --against hf-modern-8000 --plot FILE.svg
 
 A recipe is a TOML file in benchmarks/recipes, of ours (trained by megabert/train.py) or of a plain loop with Hugging Face's model.
-The score is the held-out masked-LM loss at 15% in bits a byte, which makes vocabularies comparable; loss and accuracy are shown
+The score is the held-out masked-LM loss at 15% in bits a byte, by which vocabularies roughly compare; loss and accuracy are shown
 too. The records file is written after each seed, and the same command trains missing ones; a killed run of ours resumes from its
 newest checkpoint. Tracks of minutes need an otherwise idle machine; how busy it is before each run is in the file. Tracks of
 tokens do not. `--against` shows time and tokens of the others until a peer's last loss.

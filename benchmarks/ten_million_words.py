@@ -28,7 +28,7 @@ from benchmarks.common import hardware
 from benchmarks.race import dataset, recipes, training
 from benchmarks.race.dataset import RaceData, Scorer
 from benchmarks.race.recipes import RaceRecipe, track_of
-from megabert.common.files import appearing
+from megabert.common.files import atomic_folder
 
 WORDS, EPOCHS = 10_000_000, 10
 # WikiExtractor's tags around a document
@@ -65,7 +65,7 @@ def prepare(args: argparse.Namespace, vocabulary: int | str) -> RaceData:
     own = dataset.folder_of(args.run, args.text)
     work = own / f"words-{args.words}"
     if not (work / "words.jsonl").is_file():
-        with appearing(work, "words.jsonl", overwrite=True) as new, (new / "words.jsonl").open("w") as file:
+        with atomic_folder(work, "words.jsonl", overwrite=True) as new, (new / "words.jsonl").open("w") as file:
             file.writelines(json.dumps({"text": document}) + "\n" for document in cut(args.text, args.words))
     dataset.split(args.text, own / "race-text")
     shown = vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import sys
 
-from megabert.common.errors import command, exit_code_from, interrupted, leaving_at_ctrl_c
+from megabert.common.errors import command, exit_on_ctrl_c, interrupted, run_main
 
-with leaving_at_ctrl_c():
+with exit_on_ctrl_c():
     from data_prep import commands
 
 
@@ -40,4 +40,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_from(main))
+    sys.exit(run_main(main))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,14 @@ from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stages, write_json
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText
+from data_prep.filters import classifiers, functions
 from data_prep.options import BuildOptions
 from data_prep.readers.boundaries import KINDS, text_documents
 from data_prep.readers.tasks import list_ranges
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
 from data_prep.stages.write import WrittenSplit
+from megabert.common.files import write_atomically
 from megabert.common.logs import log
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
@@ -57,7 +60,8 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     problems = Problems(plan.on_error)
     ranges = _list_input(plan, problems)
     account = describe_input(plan, ranges)
-    if plan.url and not output_folder.opened_url(plan.url, account, overwrite):
+    if plan.url and not output_folder.prepare_url(plan.url, account, overwrite):
+        shutil.rmtree(plan.folder, ignore_errors=True)  # of a build that was killed while it removed this
         return None
     with output_folder.opened(plan.folder, account, overwrite, _sources(plan, ranges)) as work:
         if work is None:
@@ -72,7 +76,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
             stages.flush()
         finished = time.perf_counter()
         corpora = summary.describe_corpora(plan.corpora, tasks, documents)
-        tokenizer = work_files.tokenizer_of(job)
+        tokenizer = work_files.job_tokenizer(job)
         facts = summary.facts(
             account=account,
             tokenizer=tokenizer,
@@ -132,9 +136,11 @@ def _with_reasons(problems: Problems, stages: Stages) -> Iterator[None]:
 
 def _list_input(plan: BuildPlan, problems: Problems) -> list[RangeList]:
     """The ranges of each corpus. Raises BadInput for a bad model or function of a filter, and if there is no file."""
-    for user_filter in plan.options.own_filters:
+    functions.forget()
+    classifiers.forget()
+    for user_filter in plan.options.custom_filters:
         user_filter.check()
-    ranges = list_ranges(plan.corpora, plan.options.read, problems)
+    ranges = list_ranges(plan.corpora, plan.options.read, problems, plan.folder)
     if not any(map(len, ranges)):
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
         found = errors.describe_losses(problems.counts, problems.lost)
@@ -166,7 +172,7 @@ def describe_input(plan: BuildPlan, ranges: list[RangeList]) -> dict[str, Any]:
 
 def _sources(plan: BuildPlan, ranges: list[RangeList]) -> Iterator[str]:
     """Every file that a build reads."""
-    named = [user_filter.path for user_filter in plan.options.own_filters]
+    named = [user_filter.path for user_filter in plan.options.custom_filters]
     if plan.given is not None:
         named.append(str(plan.given.path))
     parts = (part.path for part in chain.from_iterable(ranges))
@@ -203,7 +209,7 @@ def _commit(
     """Write everything but the manifests, then those of held-out parts, then the others."""
     for folder in output_folder.folders(output, tuple(datasets)).values():
         for name, data in tokenizer.files().items():
-            (folder / name).write_bytes(data)
+            write_atomically(folder / name, data)
     write_json(output / output_folder.REPORT, facts)
     write_json(output / output_folder.ACCOUNT, account)
     for folder, manifest, _ in chain.from_iterable(datasets.values()):

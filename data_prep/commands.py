@@ -18,7 +18,7 @@ from data_prep.readers import files
 from megabert.common import storage
 from megabert.common.arguments import Parser, called_as
 from megabert.common.environment import cores, launched
-from megabert.common.errors import OK, leaving_at_ctrl_c
+from megabert.common.errors import OK, exit_on_ctrl_c
 from megabert.common.logs import log
 
 if TYPE_CHECKING:
@@ -77,16 +77,16 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "build":
         return _build(args)
     if args.command == "push":
-        with leaving_at_ctrl_c():
+        with exit_on_ctrl_c():
             from data_prep.push import push
         push(args.folder, args.name, args.private)
         return OK
-    with leaving_at_ctrl_c():  # slow imports, not needed by --help
+    with exit_on_ctrl_c():  # slow imports, not needed by --help
         from data_prep.executor import pool
         from data_prep.report import inspect_dataset
         from megabert.data import shards
 
-    pool.collect_seldom()
+    pool.collect_garbage_rarely()
     if args.command == "inspect":
         print(inspect_dataset.inspect(args.folder, args.rows, args.masking))
         return OK
@@ -100,19 +100,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise BadInput(f"--json {args.json}: its folder does not exist; create it first")
+    if args.json:
+        target = Path(args.json).absolute()
+        if not target.parent.is_dir():
+            raise BadInput(f"--json {args.json}: its folder does not exist; create it first")
+        if target.is_dir() or target.resolve().is_relative_to(Path(args.output).resolve()):
+            raise BadInput(
+                f"--json {args.json}: is a folder, or in --output, which has the build's files alone; name another file"
+            )
     part, options, given = _part(args), BuildOptions.of(args), corpora(args.input, args.weight)
     if not launched():
         for path in chain.from_iterable(corpus.paths for corpus in given):
             if path != PYDOC and not files.MAGIC.search(path):
                 files.matches(path, Problems("stop"))
-    with leaving_at_ctrl_c():  # slow imports, after the check of options
+    with exit_on_ctrl_c():  # slow imports, after the check of options
         from data_prep.build import BuildPlan, build, build_part
         from data_prep.executor import output_folder, pool, ray_cluster
         from data_prep.report.summary import summary_text
 
-    pool.collect_seldom()
+    pool.collect_garbage_rarely()
     url = args.output if storage.is_url(args.output) else ""
     if url and part:
         raise BadInput(f"--part: its jobs share a folder, and --output {url} is a URL; name a folder, and upload it")

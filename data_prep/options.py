@@ -133,6 +133,12 @@ class BuildOptions:
             raise BadInput(f"--seq-len: a length is named twice: {' '.join(map(str, self.seq_len))}")
         if self.casing != "any" and not self.lowercase:
             raise BadInput(f"--casing: {self.casing} is of --lowercase, which is not given")
+        needs = dict.fromkeys(("near_threshold", "near_words", "near_characters"), "near")
+        needs["paragraph_characters"] = "paragraphs"
+        for item in fields(self):
+            kind = needs.get(item.name)
+            if kind and kind not in self.dedup and getattr(self, item.name) != item.default:
+                raise BadInput(f"{_flag(item.name)}: is of --dedup {kind}, which is not given")
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
         if "near" in self.dedup:
@@ -153,11 +159,11 @@ class BuildOptions:
         return tuple(map(Classifier.parse, self.classifier))
 
     @property
-    def own_filters(self) -> tuple[Classifier | FilterFunction, ...]:
+    def custom_filters(self) -> tuple[Classifier | FilterFunction, ...]:
         """The filters that read a file of the user."""
         return (*self.classifiers, *self.functions)
 
-    def own_objection(self, text: str, metadata: dict[str, Any]) -> str:
+    def custom_filter_reason(self, text: str, metadata: dict[str, Any]) -> str:
         """Why one of the user's filters drops a document; "" if they keep it."""
         for classifier in self.classifiers:
             if not classifier.keeps(text):
@@ -183,7 +189,7 @@ class BuildOptions:
         tokenizer was given."""
         training = {item.name for item in fields(self) if item.metadata["group"] == TOKENIZER}
         listed = {name: value for name, value in asdict(self).items() if trained or name not in training}
-        listed["digests"] = {item.path: hash_file(Path(item.path)) for item in self.own_filters}
+        listed["digests"] = {item.path: hash_file(Path(item.path)) for item in self.custom_filters}
         as_json: dict[str, Any] = json.loads(json.dumps(listed))  # tuples become lists
         return as_json
 

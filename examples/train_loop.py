@@ -2,7 +2,7 @@
 
 python examples/train_loop.py data/seq128 [UPDATES]
 
-It has no ranks, checkpoints, resuming and evaluation; for these use megabert/train.py.
+It has no multi-rank training, checkpoints, resuming or evaluation; for these use megabert/train.py.
 """
 
 from __future__ import annotations

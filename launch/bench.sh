@@ -11,10 +11,6 @@ read -r -a only <<<"${ONLY:-data prep ops step}"
 
 for benchmark in "${only[@]}"; do
   script=benchmarks/bench_$benchmark.py
-  if [ ! -f "$script" ]; then
-    echo "no $script: skipped"
-    continue
-  fi
   versus=()
   [ "$benchmark" != step ] || versus=(--vs hf)
   echo "== $script ${versus[*]}"

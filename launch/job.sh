@@ -14,11 +14,12 @@ check SLURM_JOB_NUM_NODES "$NUMBER" "a number of nodes" "the job's environment"
 for name in RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number of seconds" "the environment"; done
 check VOCAB "$NUMBER" "a number"
 check EXCLUDE_SLOW "0|1" "0 or 1"
-check SLURM_JOB_ID "$NUMBER" "a job's number" "the job's environment"
+check SLURM_JOB_ID "[1-9][0-9]{0,9}" "a job's number" "the job's environment"
 check SLURM_NTASKS "$NUMBER" "a number of tasks" "the job's environment"
 check CONTAINER_RUNTIME 'apptainer|pyxis' "apptainer or pyxis"
 check NETWORK '|[0-9a-fA-F:.]+/[0-9]{1,3}' "a network such as 10.78.0.0/24"
 check_rendezvous
+for name in CORPUS PREP; do check "$name" '[^[:cntrl:]]*' "words on one line"; done
 for name in PROJECT RUNS DATA DATA_128 DATA_512; do
   check "$name" '/[^[:cntrl:]]*' "an absolute path"
   [ -z "$CONTAINER" ] || check "$name" '[^,:]*' "a path without , and : for a container's mounts"
@@ -39,7 +40,8 @@ read_places() {
     if [[ -e $word && $word/ != "$PROJECT"/* ]]; then echo "${word%/}"; fi
   done
 }
-mapfile -t read_from < <(read_places "${CORPUS:-} ${PREP:-}")
+mapfile -t read_from < <(read_places "$CORPUS $PREP")
+[ -z "$CONTAINER" ] || [[ ${read_from[*]} != *[,:]* ]] || fail "CORPUS or PREP has a path with , or :, which a container's mounts cannot have"
 mounted=("$PROJECT" "$RUNS" "$DATA")
 # before the first build they are not there
 for path in "$DATA_128" "$DATA_512"; do if [ -e "$path" ]; then mounted+=("$path"); fi; done

@@ -97,8 +97,6 @@ class LoadedModel:
         use `model` for those. Raises ValueError for a text too long for the model, and for a model without an MLM head."""
         import torch
 
-        from megabert.model import unpacked_inputs
-
         self.pretrained.refuse_without_mlm_head()
         config, ids = self.pretrained.config, texts if isinstance(texts, torch.Tensor) else self.tokenizer(texts)
         if ids.shape[1] > config.model.max_positions:
@@ -106,8 +104,8 @@ class LoadedModel:
                 f"{ids.shape[1]} tokens, the model takes at most {config.model.max_positions}; shorten the text"
             )
         with torch.no_grad():
-            hidden = self.model.encode(**unpacked_inputs(ids, causal=config.data.masking.causal))
-            return self.model.mlm_logits(hidden.flatten(0, 1)).unflatten(0, ids.shape)
+            logits: Tensor = self.model(ids, causal=config.data.masking.causal)
+            return logits
 
     def fill(self, text: str | Sequence[str], top: int = 5) -> list[Any]:
         """The `top` likeliest (word, probability) of each [MASK] in `text`; of several texts a list of these. Raises ValueError for a

@@ -74,20 +74,20 @@ def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
     """Run a command and return its exit code, for every way to call it; `prog` is the name in its usage lines."""
     command = COMMANDS[name]
     if command.saves:
-        from megabert.distributed.signals import leave_when_signalled
+        from megabert.distributed.signals import exit_on_signals
 
-        leave_when_signalled()  # before the slow imports
+        exit_on_signals()  # before the slow imports
     # Ctrl-C while the interpreter exits does not change the exit code
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    environment.spin_briefly()  # torch reads it when it is imported
+    environment.limit_openmp_spinning()  # torch reads it when it is imported
     arguments.call_as(prog or called())
 
     def run() -> int:
-        with errors.leaving_at_ctrl_c():
+        with errors.exit_on_ctrl_c():
             module = importlib.import_module(command.module)
         return int(module.main(argv))
 
-    code = errors.exit_code_from(run)
+    code = errors.run_main(run)
     if command.saves:
         from megabert.distributed.signals import ignore_signals
 
@@ -97,9 +97,7 @@ def start(name: str, argv: list[str] | None = None, prog: str = "") -> int:
 
 def main(argv: list[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    return (
-        start(name, rest, f"{called()} {name}") if name in COMMANDS else errors.exit_code_from(lambda: answer([name]))
-    )
+    return start(name, rest, f"{called()} {name}") if name in COMMANDS else errors.run_main(lambda: answer([name]))
 
 
 @errors.command

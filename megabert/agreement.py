@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
-from megabert.distributed.ranks import World, refuse_together
-
 # Values of `Sync.stop`: nobody reads a rank's output any more, or a rank was asked to stop.
 UNREAD, REQUESTED = 1, 2
 # Reductions of a field of `Sync` over the ranks, in rank order; a dict is reduced per key.
@@ -62,26 +60,5 @@ class Sync:
 
 
 REDUCTIONS = {name: hint.__metadata__[0] for name, hint in get_type_hints(Sync, include_extras=True).items()}
-
-
-class StepReports:
-    """All-gather of the ranks' reports on the newest update, asynchronous during the next update."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._sent: tuple[Sync, str, Callable[[], list[list[int]]]] | None = None
-
-    def send(self, report: Sync, problem: str) -> None:
-        """Send this rank's report on an update. `problem`: the text for `report.problem`."""
-        assert self._sent is None, "receive the previous reports first"
-        self._sent = report, problem, self._world.start_gather(report.values())
-
-    def receive(self) -> Sync | None:
-        """Wait for the reports of all ranks; None if no report was sent. Raises RankRefused if a rank has a problem."""
-        if self._sent is None:
-            return None
-        (report, problem, gathered), self._sent = self._sent, None
-        sync = report.reduce(gathered())
-        if sync.problem:
-            refuse_together(self._world, problem, report.problem)
-        return sync
+# a rank's report on its newest update, its problem in words, and what waits for the values of all ranks
+SentReport = tuple[Sync, str, Callable[[], list[list[int]]]]

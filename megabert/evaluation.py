@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megabert.config import Config
 from megabert.data.batch import Batch
-from megabert.data.loader import eval_batches
-from megabert.data.masking import IGNORE, held_out_masking
+from megabert.data.loader import MaskedRows
+from megabert.data.masking import IGNORE, MaskingVocabulary, held_out_masking
 from megabert.data.mixture import token_counts
 from megabert.data.shards import Dataset, Manifest, dataset_folder
 from megabert.data.tokenizer import Tokenizer
@@ -38,20 +38,27 @@ def held_out(data: str) -> Dataset:
 
 
 def fixed_batches(
-    dataset: Dataset, tokenizer: Tokenizer, config: Config, rank: int = 0, world: int = 1, rows: int = 0
-) -> Iterable[Batch]:
-    """This rank's share of the first `eval.rows` held-out rows, or of the first `rows` of those, each once, under the fixed
-    mask."""
-    return eval_batches(
-        dataset,
-        tokenizer,
-        micro_batch=config.batch.micro_size,
-        seed=EVAL_SEED,
-        masking=held_out_masking(config),
-        rank=rank,
-        world=world,
-        max_rows=min(rows or config.eval.rows, config.eval.rows),
-    )
+    dataset: Dataset,
+    tokenizer: Tokenizer | MaskingVocabulary,
+    config: Config,
+    rank: int = 0,
+    world: int = 1,
+    rows: int = 0,
+) -> Iterator[Batch]:
+    """This rank's share of the first `eval.rows` held-out rows, or of the first `rows` of those, each once over all ranks, under the
+    fixed mask.
+
+    Every rank gets the same number of batches of `batch.micro_size` rows, as collectives need; the remaining places are fillers
+    (row id -1). Raises DamagedRow.
+    """
+    size, masking = config.batch.micro_size, held_out_masking(config)
+    source = MaskedRows(dataset, tokenizer, EVAL_SEED, size, masking)
+    layout, most = source.layout(size, masking), min(dataset.rows, rows or config.eval.rows, config.eval.rows)
+    for first in range(0, most, size * world):
+        row_ids = first + rank * size + np.arange(size)
+        row_ids[row_ids >= most] = -1
+        narrow, wide = map(torch.from_numpy, source.make(row_ids, np.zeros_like(row_ids), masking))
+        yield from layout.micro_batches(narrow, wide, size)
 
 
 def with_sources(batches: Iterable[Batch], dataset: Dataset) -> Iterator[Batch]:
@@ -102,16 +109,16 @@ def summary(sums: torch.Tensor, sources: Sequence[str] = ()) -> dict[str, float]
     return values
 
 
-def dataset_metrics(name: str, metrics: Mapping[str, float], bytes_a_token: float) -> dict[str, float]:
+def dataset_metrics(name: str, metrics: Mapping[str, float], bytes_per_token: float) -> dict[str, float]:
     """Loss and bits a byte of one of several datasets, from its `summary`, under its name."""
     loss = metrics["eval/mlm_loss"]
     return {
         f"eval/loss_by_dataset/{name}": loss,
-        f"eval/bits_per_byte_by_dataset/{name}": loss / math.log(2) / bytes_a_token,
+        f"eval/bits_per_byte_by_dataset/{name}": loss / math.log(2) / bytes_per_token,
     }
 
 
-def bytes_a_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
+def bytes_per_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
     """Mean UTF-8 bytes of the maskable tokens of a dataset's rows, including the space before a word. Raises as `Dataset.read`."""
     maskable = np.ones(tokenizer.vocab_size, dtype=bool)
     # the padding among them

@@ -1,9 +1,9 @@
 """BERT and its modern form for pre-training: masked language modelling and next-sentence prediction on packed rows.
 
 A row holds several sequences, and a sequence's output does not depend on what it is packed with. Losses are sums in fp32,
-never means: the caller knows the counts of the whole update. The decoder's weight is the word embedding's, unless it has its
-own. Dropout is a function of a seed tensor (or of torch's generator, in some of torch's backends), so that recomputation
-replays it. How an operation runs (our kernel, torch's, compiled) is `megabert.ops`' concern.
+never means: the caller knows the counts of the whole update. The decoder shares the word embedding's weight if `tied`.
+Dropout is a function of a seed tensor (or of torch's generator, in some of torch's backends), so that recomputation
+replays it. `megabert.ops` chooses how an operation runs: our kernel, torch's, or compiled.
 
 Shapes: B rows, T tokens a row, D hidden, H heads, F feed-forward, V vocabulary, S sequences a row, K predictions a row.
 """
@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from megabert.config import ModelConfig, OpsConfig
 from megabert.ops import Ops, Rotation, choose_all, norm, rotation
 
-# Heads that start at neighbours: the logit's term at the neighbour itself, and the least angle a position of the pairs of columns
-# that make it fall off.
+# `neighbour_heads`: attention logit at the neighbour. Only columns that rotate by at least SLOWEST rad a position
+# contribute.
 PEAK, SLOWEST = 9.0, 0.09
 
 
@@ -49,7 +49,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 class Linear(nn.Module):
     """y = x W^T + b. weight [out, in], bias [out] or None."""
 
-    # Square matrices stacked in `weight`, for optimizers of matrices; 0: the weight is not a layer's.
+    # Number of matrices stacked in `weight`, each of which Muon orthogonalises; 0: not for Muon.
     matrices = 0
 
     bias: nn.Parameter | None
@@ -67,7 +67,7 @@ class Linear(nn.Module):
         return self.matmul(x, self.bias)
 
 
-class QueriesKeysValues(Linear):
+class QKVProjection(Linear):
     """The projection in front of attention: queries, keys, values, each head by head.
 
     `sums_bias`: attention's backward pass sums the bias's gradient while it writes that of its input. Then the bias is
@@ -81,11 +81,12 @@ class QueriesKeysValues(Linear):
         self.sums_bias = ops.attention_sums_bias and not cfg.gated and cfg.bias and heads == shared
 
     @torch.no_grad()
-    def start_at_neighbours(self, theta: float) -> None:
-        """Biases by which head 0 attends to the token before and head 1 to the one after, until the weights learn otherwise.
+    def init_neighbour_heads(self, theta: float) -> None:
+        """Initialise the biases so that head 0 attends to the previous token and head 1 to the next one.
 
-        The bias of a query is that of the keys, turned by the angles of one position. So at distance d from that neighbour the logit has
-        the term PEAK · mean(cos(d · angle)) over the pairs of columns that turn by at least SLOWEST a position.
+        The query bias is the key bias rotated by one position, so at distance d from the neighbour the biases add
+        PEAK · mean(cos(d · angle)) to the logit, over the column pairs that rotate by at least SLOWEST rad a
+        position.
         """
         assert self.bias is not None
         head = self.weight.shape[1] // self.heads
@@ -100,11 +101,11 @@ class QueriesKeysValues(Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # (B, T, D) -> (B, T, 3D), (3D)
         if not self.sums_bias:
             y = self.matmul(x, self.bias)
-            return y if self.heads == self.shared else self._repeated(y), None
+            return y if self.heads == self.shared else self._repeat_kv(y), None
         assert self.bias is not None
         return self.matmul(x, self.bias.detach()), self.bias.view_as(self.bias)
 
-    def _repeated(self, y: Tensor) -> Tensor:
+    def _repeat_kv(self, y: Tensor) -> Tensor:
         """Each head of keys and values for all heads of its group (Ainslie et al. 2023, "GQA"): (B, T, (H + 2G) d) -> (B, T, 3D)."""
         groups, heads = self.heads // self.shared, y.unflatten(-1, (self.heads + 2 * self.shared, -1))
         q, kv = heads.split([self.heads, 2 * self.shared], -2)  # (B, T, H, d), (B, T, 2G, d)
@@ -133,7 +134,7 @@ def norm_parameters(cfg: ModelConfig) -> tuple[nn.Parameter, nn.Parameter | None
 
 
 class LinearNorm(Linear):
-    """A branch's way back: z = residual + dropout(x W^T + b), and LayerNorm(z)."""
+    """Output projection of a residual branch: z = residual + dropout(x W^T + b), and LayerNorm(z)."""
 
     matrices = 1
 
@@ -147,8 +148,8 @@ class LinearNorm(Linear):
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor, seed: Tensor, stream: int
     ) -> tuple[Tensor, Tensor]:
-        """(..., in), (..., D) -> (normed, residual) (..., D): what the next branch reads, and what it is added to: z (pre-LN),
-        or the norm as well (post-LN)."""
+        """(..., in), (..., D) -> (normed, residual), both (..., D): the input of the next branch and the residual
+        stream, which is z for pre-LN and LayerNorm(z) for post-LN."""
         p = self.cfg.dropout if self.training else 0.0
         y = self.matmul(x)  # (..., in) -> (..., D)
         return self.ops.dropout_add_layer_norm(
@@ -163,9 +164,9 @@ class Layer(nn.Module):
     def __init__(self, cfg: ModelConfig, ops: Ops, index: int):
         super().__init__()
         self.window = cfg.layer_window(index)
-        self.qkv = QueriesKeysValues(cfg, ops)
+        self.qkv = QKVProjection(cfg, ops)
         if cfg.neighbour_heads:
-            self.qkv.start_at_neighbours(cfg.layer_theta(index))
+            self.qkv.init_neighbour_heads(cfg.layer_theta(index))
         self.attention_output = LinearNorm(cfg.hidden, cfg, ops)
         self.feed_forward = FeedForward(cfg, ops)
         self.feed_forward_output = LinearNorm(cfg.ffn, cfg, ops)
@@ -195,11 +196,11 @@ class Layer(nn.Module):
         return self.ops.attention(qkv, heads, keys, p, seed, stream, bias=bias, window=self.window)  # (B, T, D)
 
 
-class Vocabulary(nn.Module):
-    """The word embedding and its other end, the decoder: one weight [V', D], or two, V' >= V a multiple of 128.
+class WordEmbedding(nn.Module):
+    """Word embedding and decoder: one tied weight [V', D], or two; V' is V padded to a multiple of 128.
 
-    Entries from V on start at zero, are never looked up, predicted or summed, and get zero gradients. Both ends are calls of
-    this module, since ZeRO-3 gathers a module's weights when it is called.
+    Padding entries are zero, are never looked up or predicted, and get zero gradients. Embedding and decoder are both
+    calls of this module, since ZeRO-3 gathers a module's weights when it is called.
     """
 
     bias: nn.Parameter | None
@@ -238,12 +239,12 @@ class Vocabulary(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Words + positions + segments, LayerNorm, dropout. `nomic`: no positions; `modern`: words alone, and their norm is the
-    residual, too."""
+    """Word + position + segment embeddings, LayerNorm, dropout. `nomic` has no positions. `modern` has words only, and
+    with `embedding_norm` their norm is also the residual."""
 
     def __init__(self, cfg: ModelConfig, ops: Ops):
         super().__init__()
-        self.word = Vocabulary(cfg, ops)
+        self.word = WordEmbedding(cfg, ops)
         if not cfg.gated:
             positions = cfg.first_position + cfg.max_positions
             self.position = nn.Parameter(truncated_normal((positions, cfg.hidden), cfg.init_std))
@@ -300,9 +301,9 @@ class Output(NamedTuple):
 class BertForPreTraining(nn.Module):
     """`forward` trains, `encode` gives hidden states; `backends` holds what each operation runs on, and why.
 
-    device ("cpu", "cuda"), dtype (the compute type) and `causal` (tokens of one sequence have different key ranges, and callers
-    do not say which batches are `causal`) decide what `auto` means. Raises ValueError for a model without vocabulary size or for a
-    backend that cannot run there.
+    device ("cpu", "cuda"), dtype (the compute type) and `causal` decide what the backend `auto` means; `causal`:
+    batches may be causal without passing `causal` to `forward`. Raises ValueError if `vocab_size` is 0 or a backend
+    cannot run there.
     """
 
     def __init__(
@@ -315,9 +316,9 @@ class BertForPreTraining(nn.Module):
     ):
         super().__init__()
         if not cfg.vocab_size:
-            raise ValueError("model.vocab_size=0: set it to the tokenizer's number of entries")
+            raise ValueError("model.vocab_size=0: set it to the tokenizer's vocabulary size")
         self.cfg = cfg
-        # The names of its losses, and what each counts in their sum.
+        # Names of the loss terms, "" for an unused one, and their weights in the total loss.
         self.terms: tuple[str, ...] = ("mlm", "nsp" if cfg.nsp else "")
         self.weights: tuple[float, ...] = (1.0, 1.0)
         self.backends = choose_all(ops or OpsConfig(), device, dtype, causal, cfg.hidden // cfg.heads)
@@ -334,9 +335,11 @@ class BertForPreTraining(nn.Module):
             self.nsp = Linear(cfg.hidden, 2, cfg.init_std)
 
     @torch.no_grad()
-    def start_from_frequencies(self, counts: Tensor) -> None:
-        """Set the decoder's bias so that an untrained model predicts each id as often as it occurs: `counts` int64 [V], to
-        which one is added. To be called on new weights that no engine has taken over."""
+    def init_decoder_bias(self, counts: Tensor) -> None:
+        """Set the decoder's bias in place to the log frequencies of ids, with add-one smoothing. `counts`: int64 [V].
+
+        Call it before the engine copies the weights.
+        """
         shares = (counts.double() + 1) / (counts.sum() + len(counts))
         assert self.embeddings.word.bias is not None
         self.embeddings.word.bias[: self.cfg.vocab_size] = shares.log().float()
@@ -348,11 +351,11 @@ class BertForPreTraining(nn.Module):
         return last
 
     def hidden_states(self, *inputs: Tensor, count: int | None = None, **more: Any) -> list[Tensor]:
-        """L + 1 tensors [B, T, D]: the embeddings, then each layer's result; the last is `encode`'s. With `count` the first
-        so many, and no later layer is computed. Other arguments as of `states`.
+        """L + 1 tensors [B, T, D]: the embeddings, then the output of each layer; the last equals `encode`. `count`:
+        return only the first `count`, without computing later layers. Other arguments: see `states`.
 
-        Those of transformers' `output_hidden_states`: post-LN the norms; pre-LN the residual stream, which only behind
-        the last layer is normalised.
+        Equal to transformers' `output_hidden_states`: for post-LN the norms, for pre-LN the residual stream, normalised
+        only after the last layer.
         """
         states = enumerate(islice(self.states(*inputs, **more), count))
         return [normed if index == len(self.layers) else residual for index, (normed, residual) in states]
@@ -430,7 +433,8 @@ class BertForPreTraining(nn.Module):
         return mlm_loss, nsp_loss, *by_source[0], mlm_correct, nsp_correct, *by_source[1]
 
     def counts(self, batch: Any) -> tuple[int, ...]:
-        """Over how many items each loss of `batch`, which is on the CPU, is summed."""
+        """Number of items in each loss sum of a batch on the CPU: predictions, pairs, then predictions of each
+        source."""
         of_sources = () if batch.sources is None else batch.sources.sum((1, 2)).tolist()
         return batch.predictions, batch.nsp_pairs if self.cfg.nsp else 0, *of_sources
 
@@ -444,8 +448,8 @@ class BertForPreTraining(nn.Module):
 
 
 def unpacked_inputs(ids: Tensor, segment_ids: Tensor | None = None, causal: bool = False) -> dict[str, Tensor]:
-    """The inputs of `states` for int [B, T] ids that hold one sequence a row, and behind it padding (id 0). `causal`: a token
-    attends only to the tokens before it, and to itself."""
+    """The inputs of `states` for int ids [B, T] with one sequence a row, padded at its end with id 0. `causal`: a token
+    attends only to itself and to the tokens before it."""
     ids = ids.int()
     places = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device).expand_as(ids)
     lengths = ((places + 1) * (ids != 0)).amax(1, keepdim=True)  # (B, 1)
@@ -461,7 +465,7 @@ def unpacked_inputs(ids: Tensor, segment_ids: Tensor | None = None, causal: bool
     }
 
 
-def outline(cfg: ModelConfig) -> BertForPreTraining:
+def meta_model(cfg: ModelConfig) -> BertForPreTraining:
     """The model on the `meta` device: names and shapes of its parameters, without their memory."""
     with torch.device("meta"):
         return BertForPreTraining(cfg, OpsConfig(attention="sdpa", mlm_loss="torch", layer="torch"))
@@ -469,5 +473,5 @@ def outline(cfg: ModelConfig) -> BertForPreTraining:
 
 def parameter_count(cfg: ModelConfig) -> int:
     """Parameters of the model, padded vocabulary entries left out."""
-    total = sum(p.numel() for p in outline(cfg).parameters())
+    total = sum(p.numel() for p in meta_model(cfg).parameters())
     return total - (cfg.padded_vocab - cfg.vocab_size) * (cfg.hidden * (1 if cfg.tied else 2) + cfg.decoder_bias)

@@ -20,24 +20,25 @@ from megabert import ops
 from megabert.checkpoint import (
     Checkpoints,
     check_compatible,
+    check_not_finished,
     cursor_after,
+    log_changes,
     mirror,
-    note_changes,
     refuse_other_tokenizer,
     refuse_other_vocabulary,
     run_lock,
     start_engine,
 )
 from megabert.common import environment, errors
-from megabert.common.files import canonical, write_whole
+from megabert.common.files import canonical, write_atomically
 from megabert.common.logs import duration, log
-from megabert.common.run_files import CONFIG, STARTS
+from megabert.common.run_files import CONFIG, STARTS, append_line
 from megabert.config import Config, DataConfig, fit_micro_size, list_phases, replace
 from megabert.data import mixture
 from megabert.data.mixture import AnyDataset, check_data_fits, members, token_counts
 from megabert.data.shards import Cache, Manifest
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
+from megabert.distributed.ranks import World, on_every_rank, on_main, raise_on_all_ranks
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, precision
@@ -49,8 +50,8 @@ from megabert.workload import NO_EXTRAS, Extras, Pretraining
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The state that a run folder has to resume from."""
+class ResumePoint:
+    """What a run resumes from: its newest checkpoint, or a newer copy in memory."""
 
     checkpoints: Checkpoints
     # the newest checkpoint; None without one
@@ -85,26 +86,29 @@ def open_run(
     datasets, tokenizer = open_data(config, world)
     watchdog.progress()  # each step may take minutes
     config = resolve_config(config, datasets)
-    origin = open_run_folder(config, run_dir, world, watchdog.progress, stop.uploaded)
-    saved = origin.state["config"]["precision"] if origin.state else ""
+    resume_point = open_run_folder(config, run_dir, world, watchdog.progress, stop.record_upload)
+    saved = resume_point.state["config"]["precision"] if resume_point.state else ""
     config = replace(config, "precision", precision.choose(config.precision, world, saved))
     watchdog.progress()
-    engine = build_engine(config, datasets, tokenizer, origin, world, deepspeed_extra, extras)
+    engine = build_engine(config, datasets, tokenizer, resume_point, world, deepspeed_extra, extras)
     watchdog.progress()
     provenance = describe(config, datasets, tokenizer, engine)
-    cursor = resume(engine, config, datasets[0].manifest, provenance, origin, extend)
+    cursor = resume(engine, config, datasets[0].manifest, provenance, resume_point, extend)
     watchdog.progress()
-    record(origin, provenance, tokenizer)
+    workload = Pretraining(config, engine, datasets, tokenizer, extras)
+    workload.open_evaluation()
+    record(resume_point, provenance, tokenizer)
+    watchdog.progress()
     return Trainer(
         config=config,
         engine=engine,
-        workload=Pretraining(config, engine, datasets, tokenizer, extras),
-        checkpoints=origin.checkpoints,
-        copies=origin.copies,
+        workload=workload,
+        checkpoints=resume_point.checkpoints,
+        copies=resume_point.copies,
         stop=stop,
         watchdog=watchdog,
         provenance=provenance,
-        saved=origin.state or None,
+        saved=resume_point.state or None,
         cursor=cursor,
         stop_after=stop_after,
         profile=profile,
@@ -129,14 +133,14 @@ def open_data(config: Config, world: World) -> tuple[list[AnyDataset], Tokenizer
     for dataset in datasets:
         if dataset.manifest.tokenizer["sha256"] != first.manifest.tokenizer["sha256"]:
             raise ValueError(
-                f"{dataset.folder}: its tokenizer is not that of {first.folder}; build it with that one, by --tokenizer"
+                f"{dataset.folder}: built with another tokenizer than {first.folder}; rebuild it with --tokenizer"
             )
     return datasets, on_every_rank(world, lambda: Tokenizer.load(first.tokenizer_path))
 
 
 def open_dataset(data: DataConfig, world: World) -> AnyDataset:
     """Open a dataset or mixture. The first rank of each node reads the manifests and checks that all shards are there; rank 0
-    broadcasts the manifests to the other ranks. A collective. Raises RankRefused if a rank cannot open the dataset or finds another
+    broadcasts the manifests to the other ranks. A collective. Raises RankError if a rank cannot open the dataset or finds another
     one."""
     cache = Cache(data.cache_dir, data.cache_gib)
 
@@ -150,11 +154,11 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
     content = world.broadcast(mixture.to_json(dataset) if world.is_main and dataset is not None else None)
     rank_0_dataset = mixture.from_json(content, data.mix, cache)
     for part in members(rank_0_dataset):
-        part.fetches = False  # the first rank of the node does it
+        part.fetches = False  # the node's first rank downloads shards for all
     problem = ""
     if dataset is not None and dataset.manifest.fingerprint != rank_0_dataset.manifest.fingerprint:
-        problem = f"{dataset.folder}: is not the dataset that rank 0 sees there"
-    refuse_together(world, problem, errors.USER_ERROR * bool(problem))
+        problem = f"{dataset.folder}: differs from the dataset that rank 0 reads there; use a shared folder"
+    raise_on_all_ranks(world, problem, errors.USER_ERROR * bool(problem))
     return dataset or rank_0_dataset
 
 
@@ -162,14 +166,15 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
 
 
 def resolve_config(config: Config, datasets: Sequence[AnyDataset]) -> Config:
-    """The config with the vocabulary's size. Raises ValueError naming the field in which it does not fit the data."""
+    """The config with `model.vocab_size` from the data. Raises ValueError naming a field that does not fit the data."""
     refuse_other_vocabulary(config, datasets[0].manifest)
     for phase, dataset in zip(list_phases(config), datasets, strict=True):
         check_data_fits(phase.config, dataset.manifest)
-    if config.eval.patience and members(datasets[0])[0].held_out_path is None:
-        raise ValueError(
-            f"eval.patience={config.eval.patience}: {config.data.path} has no held-out split; build it with --held-out SHARE"
-        )
+    for name, value in (("eval.patience", config.eval.patience), ("eval.pairs", config.eval.pairs)):
+        if value and members(datasets[0])[0].held_out_path is None:
+            raise ValueError(
+                f"{name}={value}: {config.data.path} has no held-out split; build it with --held-out SHARE"
+            )
     return replace(config, "model.vocab_size", datasets[0].manifest.vocab_size)
 
 
@@ -178,11 +183,13 @@ def resolve_config(config: Config, datasets: Sequence[AnyDataset]) -> Config:
 
 def open_run_folder(
     config: Config, run_dir: Path, world: World, progress: Callable[[], None], uploaded: Callable[[float], None]
-) -> Origin:
-    """Lock the run folder, and its mirror, and find the newest state in it; callables as of `mirror.Mirror`. A collective.
-    Raises ValueError if another job is running there or no checkpoint is whole."""
-    kept_rank.remember_owner(run_lock.take(run_dir, world, kept_rank.known_owner()))
-    copied = mirror.opened(config.checkpoint, run_dir, world, progress, uploaded)
+) -> ResumePoint:
+    """Lock the run folder and its mirror, and find the newest state. `progress` and `uploaded`: see `mirror.Mirror`.
+
+    A collective. Raises ValueError if another job owns the run, or if there are checkpoints but none is usable.
+    """
+    kept_rank.save_owner_token(run_lock.acquire(run_dir, world, kept_rank.load_owner_token()))
+    copied = mirror.open_mirror(config.checkpoint, run_dir, world, progress, uploaded)
     checkpoints = Checkpoints(run_dir, world, config.checkpoint, copied)
     copies = copies_of_keeper(run_dir, world, config.checkpoint.copy_every)
     path, damage = None, None
@@ -191,13 +198,13 @@ def open_run_folder(
     except ValueError as error:  # on every rank
         damage = error
     if copied is not None:
-        copied.changed()  # the last job may have ended before
+        copied.request_upload()  # the previous job may have ended before its upload was complete
     state = {} if path is None else checkpoints.state
     saved = on_main(world, checkpoints.steps)
     copy = None if copies is None else copies.newest(state.get("cursor", -1), saved)
     if damage is not None and copy is None:
         raise damage
-    return Origin(checkpoints, path, copies, copy, state if copy is None else copy.state)
+    return ResumePoint(checkpoints, path, copies, copy, state if copy is None else copy.state)
 
 
 # -- 4. model and engine ---------------------------------------------------------------------------------------------
@@ -207,7 +214,7 @@ def build_engine(
     config: Config,
     datasets: Sequence[AnyDataset],
     tokenizer: Tokenizer,
-    origin: Origin,
+    resume_point: ResumePoint,
     world: World,
     deepspeed_extra: Mapping[str, Any] | None,
     extras: Extras,
@@ -216,7 +223,7 @@ def build_engine(
     config, counts = fit_micro_size(config, world.size), None
     if world.is_main and world.device.type == "cuda" and (problem := ops.missing_kernels("cuda")):
         log.warning(f"{problem}; training runs on torch's own kernels")
-    if config.model.frequency_bias and not origin.state and not (config.init_from or config.distill.teacher):
+    if config.model.frequency_bias and not resume_point.state and not (config.init_from or config.distill.teacher):
         counts = token_frequencies(config, datasets[0], tokenizer, world)
     torch.manual_seed(config.seed)
 
@@ -226,7 +233,7 @@ def build_engine(
             return extras.build(config, tokenizer.sha256, world.device)
         model = BertForPreTraining(config.model, config.ops, world.device.type, precision.DTYPES[config.precision])
         if counts is not None:
-            model.start_from_frequencies(torch.tensor(counts))
+            model.init_decoder_bias(torch.tensor(counts))
         return model
 
     return Engine(config, lambda: on_every_rank(world, build), world, deepspeed_extra)
@@ -249,31 +256,39 @@ def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer,
 
 
 def resume(
-    engine: Engine, config: Config, manifest: Manifest, provenance: Mapping[str, Any], origin: Origin, extend: bool
+    engine: Engine,
+    config: Config,
+    manifest: Manifest,
+    provenance: Mapping[str, Any],
+    resume_point: ResumePoint,
+    extend: bool,
 ) -> int:
-    """Restore the engine from the run's newest state, or from `init_from`; returns the update of the data at which a new run starts. A
-    collective. Raises ValueError naming the field in which the checkpoint differs from the run."""
-    if not origin.state:
+    """Restore the engine from the run's newest state, or from `init_from`; returns the data cursor, the number of the
+    first update to train on. A collective. Raises ValueError naming a field in which checkpoint and run differ."""
+    if not resume_point.state:
         return initialise(engine, config, manifest) if config.init_from else 0
-    check_compatible(origin.state, provenance)
-    note_changes(origin.state, config, extend)
-    if origin.copy is not None:
-        if (owed := origin.copy.owed) is not None:
-            engine.restore(owed.tensors, owed.counters)
-            origin.checkpoints.save(engine, owed.state)
-            origin.checkpoints.finish()
-            log.info(f"saved at step {owed.state['step']}: the save that was interrupted")
-        engine.restore(origin.copy.tensors, origin.copy.counters)
+    check_compatible(resume_point.state, provenance)
+    log_changes(resume_point.state, config)
+    check_not_finished(resume_point.state, config, extend)
+    if resume_point.copy is not None:
+        if (interrupted_save := resume_point.copy.interrupted_save) is not None:
+            engine.restore(interrupted_save.tensors, interrupted_save.counters)
+            resume_point.checkpoints.save(engine, interrupted_save.state)
+            resume_point.checkpoints.finish()
+            log.info(f"saved at step {interrupted_save.state['step']}: the save that was interrupted")
+        engine.restore(resume_point.copy.tensors, resume_point.copy.counters)
     else:
-        assert origin.path is not None
-        origin.checkpoints.load(engine, origin.path)
-    place = origin.path if origin.copy is None else "copies in memory"
-    log.info(f"resuming from {place} at step {origin.state['step']}, {duration(origin.state['seconds'])} trained")
-    return int(origin.state.get("cursor", 0))
+        assert resume_point.path is not None
+        resume_point.checkpoints.load(engine, resume_point.path)
+    place = resume_point.path if resume_point.copy is None else "copies in memory"
+    log.info(
+        f"resuming from {place} at step {resume_point.state['step']}, {duration(resume_point.state['seconds'])} trained"
+    )
+    return int(resume_point.state.get("cursor", 0))
 
 
 def initialise(engine: Engine, config: Config, manifest: Manifest) -> int:
-    """Load the weights, and with `init_moments` the moments, of the run `init_from`; returns the update of the data at which to start."""
+    """Load the weights, and with `init_moments` the moments, of the run `init_from`; returns the data cursor."""
     check = partial(refuse_other_tokenizer, config, manifest=manifest)
     source = start_engine(engine, config.init_from, config.init_moments, check)
     parts = "weights and moments" if config.init_moments else "the weights"
@@ -285,7 +300,7 @@ def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenize
     """The provenance that every checkpoint has: config and its hash, fingerprints of data and tokenizer, backends, machine,
     versions, revision, command. A collective."""
     module: Any = engine.module
-    # of a thousand ranks one asks git and reads the package's files
+    # rank 0 only: it runs git and hashes the package's files
     of_program = ("versions", "revision", "source", "command")
     program = on_main(engine.world, lambda: {name: getattr(environment, name)() for name in of_program})
     cuda = engine.world.device.type == "cuda"
@@ -307,17 +322,17 @@ def describe(config: Config, datasets: Sequence[AnyDataset], tokenizer: Tokenize
 # -- 6. record -------------------------------------------------------------------------------------------------------
 
 
-def record(origin: Origin, provenance: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+def record(resume_point: ResumePoint, provenance: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """Write config and tokenizer to the run folder, which makes it usable without the dataset, and a line to `starts.jsonl` with
     step, time and hardware of this start. Rank 0 only."""
-    world, run_dir = origin.checkpoints.world, origin.checkpoints.run_dir
+    world, run_dir = resume_point.checkpoints.world, resume_point.checkpoints.run_dir
     if not world.is_main:
         return
-    write_whole(run_dir / CONFIG, canonical(provenance))
+    write_atomically(run_dir / CONFIG, canonical(provenance))
     for name, data in tokenizer.files().items():
-        write_whole(run_dir / name, data)
+        write_atomically(run_dir / name, data)
     line = {
-        "step": origin.state.get("step", 0),
+        "step": resume_point.state.get("step", 0),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "ranks": world.size,
         "device": provenance["machine"],
@@ -325,5 +340,4 @@ def record(origin: Origin, provenance: Mapping[str, Any], tokenizer: Tokenizer) 
         "memory_gib": environment.memory_gib(),
         **{name: provenance[name] for name in ("revision", "versions", "command", "config_sha256")},
     }
-    with open(run_dir / STARTS, "a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_line(run_dir / STARTS, json.dumps(line))

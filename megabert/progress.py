@@ -16,7 +16,6 @@ from megabert.optim.rate_record import RateRecord
 from megabert.optim.schedule import limit_reached, phase_rate, share_used
 
 if TYPE_CHECKING:
-    from megabert.spikes import PendingUpdate
     from megabert.workload import Workload
 
 # maximum number of updates whose results the host has not read from the device
@@ -67,6 +66,12 @@ class TrainState:
         self.since_best += 1
         return False
 
+    @property
+    def out_of_patience(self) -> str:
+        """Why training ends, in words."""
+        ends = f"the held-out loss did not improve in {self.since_best} evaluations, so training ends"
+        return f"step {self.step:,}: {ends}; the lowest is {self.best_loss:.4f}"
+
     def forget_missing_best(self, steps: Sequence[int]) -> None:
         """Start the search for the best checkpoint again if it is not among the `steps` that have one."""
         if self.best_step not in steps:
@@ -74,12 +79,6 @@ class TrainState:
                 f"the best checkpoint, of step {self.best_step:,}, is missing: the next evaluation counts as the best"
             )
             self.best_step, self.since_best = -1, 0
-
-
-def first_line(update: PendingUpdate, seconds: float, interval: int) -> str:
-    """The line for the terminal after the first update of a run, which took so many seconds."""
-    loss = f"{update.objective} loss {float(update.result.host_loss):.4f}"
-    return f"step       1  {loss}  in {seconds:.1f} s; a line every {interval} updates"
 
 
 class RunSchedule:
@@ -118,14 +117,9 @@ class RunSchedule:
         return "" if self.recorded() else limit_reached(self.config.schedule, *self.used)
 
     @property
-    def complete(self) -> bool:
-        """Whether the run is complete."""
-        return bool(self.limit)
-
-    @property
     def over(self) -> bool:
         """Whether this process has no further update to do."""
-        return self.complete or (self.stop_after is not None and self.state.step >= self.stop_after)
+        return bool(self.limit) or (self.stop_after is not None and self.state.step >= self.stop_after)
 
     def recorded(self) -> tuple[float, float] | None:
         """Training time in seconds and learning rate of the next update, if it is repeated and its rate depends on the time."""

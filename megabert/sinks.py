@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from megabert.common.environment import require_packages
 from megabert.common.errors import describe
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 from megabert.common.logs import log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step
 from megabert.config import Config
@@ -75,7 +75,7 @@ class JsonLines(Sink):
             kept = [line for line in self._path.read_text().splitlines() if read_step(line) <= step]
             if owed:
                 kept = [line for line in kept if read_step(line) < step or not EVALUATED.search(line)]
-            write_whole(self._path, "".join(f"{line}\n" for line in kept).encode())
+            write_atomically(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def write(self, values: dict[str, Any]) -> None:
         self._file = self._file or open(self._path, "a")  # noqa: SIM115 - open as long as the run
@@ -245,7 +245,9 @@ def known_id(folder: Path, name: str, resume_step: int) -> str:
 def keep_id(folder: Path, name: str, run_id: str) -> None:
     """Remember the id of a tracker's run, for the next job."""
     file = folder / SINK_IDS
-    write_whole(file, json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | {name: run_id}).encode())
+    write_atomically(
+        file, json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | {name: run_id}).encode()
+    )
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -13,13 +13,12 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
-from megabert.common.run_files import TROUBLE, as_json
+from megabert.common.run_files import TROUBLE, append_line, as_json
 from megabert.config import SpikesConfig
 
 if TYPE_CHECKING:
@@ -36,10 +35,10 @@ LEAST_SCATTER = 1e-3
 
 
 class Spikes:
-    """Scores of losses against the last `window` finite ones; above `threshold` is a spike."""
+    """Scores of losses against the last `window` finite ones."""
 
-    def __init__(self, window: int, threshold: float, losses: Iterable[float] = ()) -> None:
-        self.window, self.threshold = window, threshold
+    def __init__(self, window: int, losses: Iterable[float] = ()) -> None:
+        self.window = window
         self._losses: deque[float] = deque(losses, maxlen=window)
 
     def score(self, loss: float) -> float:
@@ -50,9 +49,6 @@ class Spikes:
         scatter = statistics.median(abs(known - median) for known in self._losses)
         return CONSISTENT * (loss - median) / max(scatter, LEAST_SCATTER * abs(median), 1e-12)
 
-    def is_spike(self, loss: float) -> bool:
-        return self.score(loss) > self.threshold
-
     def add(self, loss: float) -> None:
         """Add the loss of an update. Spikes are added too, so a new level becomes the median after half a window."""
         if math.isfinite(loss):
@@ -61,15 +57,6 @@ class Spikes:
     def state(self) -> list[float]:
         """The known losses, oldest first: the state of a resumed run."""
         return list(self._losses)
-
-
-class Decision(Enum):
-    """What the run does after an update."""
-
-    OK = "the update was applied"
-    SKIP = "the update was not applied, and the run continues"
-    ROLLBACK = "the run returns to before the update and leaves out its rows"
-    ABORT = "the run ends"
 
 
 @dataclass(frozen=True)
@@ -84,10 +71,10 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A decision, the troubles that led to it, and for ABORT the reason."""
+    """The troubles of an update; whether the run returns to before it and leaves out its rows; and why the run must end, or ""."""
 
-    decision: Decision
     troubles: tuple[Trouble, ...] = ()
+    rollback: bool = False
     reason: str = ""
 
 
@@ -102,8 +89,7 @@ class SpikePolicy:
 
     def resume(self, losses: Mapping[str, Iterable[float]], bad: int) -> None:
         """Restore the losses of each objective. The number of rollbacks is that of this process and is kept."""
-        window, threshold = self.settings.window, self.settings.threshold
-        self._spikes = {objective: Spikes(window, threshold, known) for objective, known in losses.items()}
+        self._spikes = {objective: Spikes(self.settings.window, known) for objective, known in losses.items()}
         self.bad = bad
 
     def state(self) -> dict[str, list[float]]:
@@ -112,11 +98,14 @@ class SpikePolicy:
 
     def spikes(self, objective: str) -> Spikes:
         """The scores of an objective."""
-        return self._spikes.setdefault(objective, Spikes(self.settings.window, self.settings.threshold))
+        return self._spikes.setdefault(objective, Spikes(self.settings.window))
 
     def veto(self, objective: str) -> Callable[[float], bool] | None:
         """Passed to the engine, which does not apply an update if this is true for its loss."""
-        return self.spikes(objective).is_spike if self.settings.policy == "skip" else None
+        if self.settings.policy != "skip":
+            return None
+        spikes, threshold = self.spikes(objective), self.settings.threshold
+        return lambda loss: spikes.score(loss) > threshold
 
     def judge(self, loss: SupportsFloat, objective: str, *, skipped: bool, vetoed: bool) -> Judgement:
         """The reaction to an update. The flags are those of `megabert.engine.UpdateResult`. Reads `loss`, which waits for the
@@ -135,16 +124,13 @@ class SpikePolicy:
                 then = {"warn": "", "skip": "; the update is skipped on every rank", "rollback": "; rolling back"}
                 text = f"loss {value:.4f} is a spike (score {score:.1f}){then[policy]}"
                 troubles.append(Trouble("spike", policy, score, text))
-        decision, reason = Decision.SKIP if skipped else Decision.OK, ""
-        if spike and policy == "rollback":
-            decision, self.rollbacks = Decision.ROLLBACK, self.rollbacks + 1
-            if self.rollbacks > self.settings.max_rollbacks:
-                decision = Decision.ABORT
-                reason = f"a spike after {self.settings.max_rollbacks} rollbacks (spikes.max_rollbacks)"
+        rollback, reason = spike and policy == "rollback", ""
+        self.rollbacks += rollback
+        if rollback and self.rollbacks > self.settings.max_rollbacks:
+            reason = f"a spike after {self.settings.max_rollbacks} rollbacks (spikes.max_rollbacks)"
         if self.bad >= self.max_bad_steps:
-            decision = Decision.ABORT
             reason = f"{self.bad} updates in a row were not applied, the last ones for non-finite numbers or a spike"
-        return Judgement(decision, tuple(troubles), reason)
+        return Judgement(tuple(troubles), rollback, reason)
 
 
 @dataclass(frozen=True)
@@ -179,14 +165,15 @@ class UpdateJudge:
         `state`. A collective. Raises BadTraining if the run must end."""
         while self.pending and self.spike is None:
             done = self.pending.pop(0)
-            if self._judge(done, state) is Decision.ROLLBACK:
+            if self._judge(done, state):
                 self.spike = done
 
     def forget(self) -> None:
         """Drop all updates that were not judged, and the spike."""
         self.spike, self.pending = None, []
 
-    def _judge(self, done: PendingUpdate, state: TrainState) -> Decision:
+    def _judge(self, done: PendingUpdate, state: TrainState) -> bool:
+        """Whether the update requires a rollback."""
         result = done.result
         state.skipped += result.skipped
         flags = {"skipped": result.skipped, "vetoed": result.vetoed}
@@ -196,9 +183,9 @@ class UpdateJudge:
             state.spiked += trouble.kind == "spike"
             self._record(done, trouble)
             log.info(f"step {done.step}: {trouble.text}")
-        if judgement.decision is Decision.ABORT:
+        if judgement.reason:
             raise BadTraining(f"{judgement.reason}; the rows are in {self._run_dir / TROUBLE}")
-        return judgement.decision
+        return judgement.rollback
 
     def _record(self, done: PendingUpdate, trouble: Trouble) -> None:
         """Append step, data and metrics of an update to `trouble.jsonl`. A collective."""
@@ -210,5 +197,4 @@ class UpdateJudge:
             entry |= {"kind": trouble.kind, "action": trouble.action}
             entry |= update_metrics(done.result, self._terms)
             entry |= {"score": round(trouble.score, 3), "row_ids": [row for rows in rows_by_rank for row in rows]}
-            with open(self._run_dir / TROUBLE, "a") as file:
-                file.write(as_json(entry) + "\n")
+            append_line(self._run_dir / TROUBLE, as_json(entry))

@@ -8,8 +8,8 @@ Exit codes:
     0   the run is finished, or reached --stop-after
     2   a mistake in the command, configuration or data, reported in one line
     3   training failed: too many updates could not be applied, or too many loss spikes
-    4   a rank died, stopped or hangs: it is named, and all other ranks have exited; or I/O failed; or nobody reads the output
-        any more, and everything is saved
+    4   a rank died, stopped or hangs: it is named, and all other ranks have exited; or I/O failed; or stdout or stderr
+        was closed, and everything is saved
     85  stopped by Ctrl-C, TERM, HUP, USR1, USR2 or a time limit, with everything saved: run the same command again
     128 + n   a second signal n ended the process at once
 """
@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     started, args = time.time(), parse(argv)
-    # Check the arguments before the slow imports; with several ranks `command` does it, so that only one rank prints an error.
+    # Check the arguments before the slow imports; with several ranks `run_training` does it, so that only one rank prints an error.
     if args.print_config or args.explain or not launched():
         code = print_or_check(args)
         if code != OK or args.print_config or args.explain:
@@ -93,11 +93,11 @@ def main(argv: list[str] | None = None) -> int:
         if not kept_rank.follow():
             return errors.command(keeper.keep)(Path(args.run))
         load_all()
-        kept_rank.wait_for_place()
+        kept_rank.wait_for_environment()
     from megabert.checkpoint import run_lock
     from megabert.distributed import session
 
-    return session.run(lambda ranks: command(args, ranks, started), run_lock.release)
+    return session.run(lambda joined: run_training(args, joined, started), run_lock.release)
 
 
 def load_all() -> None:
@@ -128,12 +128,12 @@ def print_or_check(args: argparse.Namespace) -> int:
     return OK
 
 
-def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
-    """Open the run and train; returns the exit code. Raises as `open_trainer`, and BadTraining."""
+def run_training(args: argparse.Namespace, session: Session, started: float) -> int:
+    """Open the run and train; returns the exit code. Raises the errors of `open_trainer`, and BadTraining."""
     from megabert.distributed.signals import REQUEUE
 
-    trainer = open_trainer(args, ranks, started)
-    ranks.errors_may_differ = True
+    trainer = open_trainer(args, session, started)
+    session.errors_may_differ = True
     try:
         if not trainer.train():
             return REQUEUE
@@ -144,40 +144,40 @@ def command(args: argparse.Namespace, ranks: Session, started: float) -> int:
         trainer.close()
 
 
-def open_trainer(args: argparse.Namespace, ranks: Session, started: float) -> Trainer:
-    """Check the arguments, join the ranks, and open the run. Raises ValueError, Failed and RankRefused."""
+def open_trainer(args: argparse.Namespace, session: Session, started: float) -> Trainer:
+    """Check the arguments, start the process group, and open the run. Raises ValueError, Failed and RankError."""
     from megabert import config as configuration
-    from megabert.common.environment import keep_freed_memory
+    from megabert.common.environment import disable_malloc_trimming
     from megabert.config import flat
     from megabert.distributed.ranks import check_same, on_main
-    from megabert.distributed.signals import end_of_time
+    from megabert.distributed.signals import find_deadline
     from megabert.objectives import extras
     from megabert.open_run import open_run
     from megabert.sinks import check_packages
 
     config = configuration.from_arguments(args)
-    profile = check(args, config, ranks.world.size)
-    ends = end_of_time(args.max_time, os.environ, started)
-    keep_freed_memory()
+    profile = check(args, config, session.world.size)
+    deadline = find_deadline(args.max_time, os.environ, started)
+    disable_malloc_trimming()
     if args.debug:
         from megabert.engine.precision import make_debuggable
 
         make_debuggable()
         log.setLevel("DEBUG")
-    stop = ranks.join(ends)
-    watchdog = ranks.watch(Path(args.run), config.watchdog.timeout_seconds)
-    check_same(ranks.world, flat(config.model_dump()))
-    on_main(ranks.world, lambda: check_packages(config))
+    stop = session.join(deadline)
+    watchdog = session.watch(Path(args.run), config.watchdog.timeout_seconds)
+    check_same(session.world, flat(config.model_dump()))
+    on_main(session.world, lambda: check_packages(config))
     return open_run(
         Path(args.run),
         config,
-        ranks.world,
+        session.world,
         stop,
         watchdog,
         stop_after=args.stop_after,
         extend=args.extend,
         deepspeed_extra=configuration.read_deepspeed(args.deepspeed_config),
-        profile=profile if ranks.world.rank == args.profile_rank else (0, 0),
+        profile=profile if session.world.rank == args.profile_rank else (0, 0),
         extras=extras(),
     )
 
@@ -186,7 +186,7 @@ def ending(trainer: Trainer, args: argparse.Namespace) -> str:
     """The last message of a run: its held-out loss, where it is saved, and commands that use it."""
     step, run = trainer.state.step, shlex.quote(args.run)
     saved = f"saved at step {step:,} in {args.run}"
-    if not trainer.schedule.complete:
+    if not trainer.schedule.limit:
         return f"--stop-after reached: {saved}; the same command without it resumes"
     metrics = trainer.last_eval
     best, loss = run, ""
@@ -212,7 +212,7 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
     from megabert.common.run_files import holds_checkpoint
     from megabert.config import list_phases, read_deepspeed
     from megabert.data.shards import MANIFEST
-    from megabert.distributed.signals import end_of_time
+    from megabert.distributed.signals import find_deadline
 
     for name, value in (("--data", config.data.path), ("--run", args.run)):
         if not value:
@@ -225,13 +225,22 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
     if Path(args.run).is_file() or storage.is_url(args.run):
         raise ValueError(f"--run {args.run}: is a {'URL' if storage.is_url(args.run) else 'file'}; name a folder")
     source = config.init_from
-    # a run in its mirror is copied back later, and needs no start
+    # with a mirror the run itself may be downloaded later, and then `init_from` is not read
     if source and not (config.checkpoint.mirror or holds_checkpoint(Path(source)) or holds_checkpoint(Path(args.run))):
         raise ValueError(f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints")
+    if config.init_moments and not (source or config.checkpoint.mirror or holds_checkpoint(Path(args.run))):
+        raise ValueError("init_moments=true: name the run whose weights and moments start this one, by init_from=RUN")
+    schedule, given = config.schedule, dict(text.split("=", 1) for text in args.overrides)
+    if schedule.name == "budget" and schedule.by == "tokens":
+        raise ValueError("schedule.name=budget counts minutes, schedule.by=tokens tokens; set schedule.name=linear")
+    for unit in ("minutes", "tokens"):
+        counts = schedule.unit == unit or config.distill.teacher  # a student is given all of its teacher's
+        if not counts and float(given.get(f"schedule.budget_{unit}", 0)):
+            raise ValueError(f"schedule.budget_{unit}: has no effect without schedule.by={unit}; set both")
     if args.stop_after is not None and args.stop_after < 1:
         raise ValueError(f"--stop-after {args.stop_after}: must be 1 or more")
     if not 0 <= args.profile_rank < ranks:
-        raise ValueError(f"--profile-rank {args.profile_rank}: this run has {ranks} rank(s), from 0 on")
+        raise ValueError(f"--profile-rank {args.profile_rank}: must be in [0, {ranks}), the ranks of this run")
     read_deepspeed(args.deepspeed_config)
-    end_of_time(args.max_time, os.environ, time.time())
+    find_deadline(args.max_time, os.environ, time.time())
     return parse_steps(args.profile) if args.profile else (0, 0)

@@ -13,22 +13,22 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megabert.agreement import REQUESTED, UNREAD, StepReports, Sync
-from megabert.checkpoint import Checkpoints
+from megabert.agreement import REQUESTED, UNREAD, SentReport, Sync
+from megabert.checkpoint import Checkpoints, drop_incomparable_losses
 from megabert.common import logs
 from megabert.common.errors import FAILED, BadTraining
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, SLOW_RANKS
 from megabert.config import Config
 from megabert.data.batch import RowDigest
-from megabert.distributed.ranks import RankRefused, on_every_rank, on_main
+from megabert.distributed.ranks import RankError, on_every_rank, on_main, raise_on_all_ranks
 from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankMetrics, UpdateResult
 from megabert.engine.profiler import Profiler
 from megabert.inplace.copies import Copies
 from megabert.optim.rate_record import RateRecord
-from megabert.progress import RunSchedule, TrainState, first_line
+from megabert.progress import RunSchedule, TrainState
 from megabert.sinks import Sinks
 from megabert.spikes import PendingUpdate, SpikePolicy, UpdateJudge
 
@@ -63,11 +63,11 @@ class Trainer:
         self.checkpoints, self.copies, self.stop, self.watchdog = checkpoints, copies, stop, watchdog
         self.run_dir, self.provenance = run_dir, provenance
         engine.progress = checkpoints.progress = watchdog.progress
-        checkpoints.saved = stop.saved
+        checkpoints.saved = stop.record_save
         self.schedule = RunSchedule(config, workload, stop_after)
         self.spike_policy = SpikePolicy(config.spikes, config.max_bad_steps)
         self.judge = UpdateJudge(self.spike_policy, world, run_dir, engine.terms)
-        self.reports = StepReports(world)
+        self.sent: SentReport | None = None
         # the newest report of all ranks, and the largest `Sync.stop` so far
         self.last_report: Sync | None = None
         self.stopping = 0
@@ -76,13 +76,13 @@ class Trainer:
         self.schedule.state.cursor = cursor
         self.newest: Any = None  # PendingUpdate
         self.row_digest = RowDigest()
-        self.rank_stats = RankMetrics(world, engine.own_time, watchdog, config.watchdog, run_dir / SLOW_RANKS)
+        self.rank_stats = RankMetrics(world, engine.compute_time, watchdog, config.watchdog, run_dir / SLOW_RANKS)
         self.last_eval: dict[str, float] = {}
         if saved is not None:
             self.resume(saved)
         if config.schedule.unit == "minutes":
             self.schedule.rates = RateRecord(run_dir, config, world, self.state.step, fresh=saved is None)
-        # on rank 0 only; log lines after the current step are removed
+        # sinks write on rank 0 only, and drop log lines after step `at`
         at, folder = self.state.step or min(checkpoints.saved_step, 0), run_dir if world.is_main else None
         self.sinks = on_every_rank(world, lambda: Sinks(folder, config, at, self.state.evaluation_owed))
         self.updates: Any = workload.updates(self.state.cursor, self.state.phase_starts)
@@ -95,8 +95,8 @@ class Trainer:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Train until the schedule ends or `stop_after` is reached, or a stop is requested, and save; false if the same command has to
-        resume. Raises Failed if the save fails, and RankRefused after it if nobody reads the output any more."""
+        """Train until the schedule or `stop_after` ends the run or a stop is requested, and save; false if the same command has to resume.
+        Raises Failed if the save fails, and RankError after the save if stdout or stderr was closed."""
         for _ in self:
             pass
         return self.finished
@@ -107,19 +107,19 @@ class Trainer:
             return
         new = self.checkpoints.saved_step < 0
         if self.state.evaluation_owed or (new and not self.state.step and self.workload.evaluation_due(0)):
-            self.evaluate_in_time()
+            self.evaluate_if_time_allows()
         if self.save_due or (new and self.config.spikes.policy == "rollback"):
             self.save()  # a checkpoint to roll back to, or the best one so far
 
     def __iter__(self) -> Iterator[PendingUpdate]:
-        """The loop of `train`: gives each update, after its log line, evaluation and save. Whoever leaves it before its end leaves the run
-        at the newest checkpoint."""
+        """The loop of `train`: yields each update after its log line, evaluation and save. Where a caller stops iterating early, the run
+        resumes from the newest checkpoint: the state reached is saved at the end of the loop."""
         self.stopping = REQUESTED * self.world.agree_any(self.stop.requested)
         if self.stopping and not self.schedule.over and self.state.step <= max(self.checkpoints.saved_step, 0):
             log.info("stopped: nothing was trained since the start; the same command resumes")
-            self.checkpoints.finish_mirror()  # the last job may have ended before
+            self.checkpoints.finish_mirror()  # the previous job may have ended before its upload was complete
             return
-        self.watchdog.opened()
+        self.watchdog.training_started()
         self.start()
         while not self.schedule.over and not self.stopping:
             started = time.perf_counter()
@@ -129,25 +129,28 @@ class Trainer:
             if self.judge.spike is not None:
                 self.roll_back(self.judge.spike)
                 continue
-            if self.schedule.complete or self.line_due:
+            if self.schedule.limit or self.line_due:
                 self.write_log_line(lr)
             elif self.state.step == 1:
-                log.info(first_line(self.newest, time.perf_counter() - started, self.config.log.interval))
-            self.stop.updated(time.perf_counter() - started)
-            if self.schedule.complete or self.workload.evaluation_due(self.state.step):
-                self.evaluate_in_time()
+                loss, seconds = float(result.host_loss), time.perf_counter() - started
+                every = f"a line every {self.config.log.interval} updates"
+                log.info(f"step       1  {update.objective} loss {loss:.4f}  in {seconds:.1f} s; {every}")
+            self.stop.record_update(time.perf_counter() - started)
+            if self.schedule.limit or self.workload.evaluation_due(self.state.step):
+                self.evaluate_if_time_allows()
             if not self.stopping and self.save_due:
                 self.save()
             elif not self.stopping and self.copies is not None and self.copies.due(self.state.step):
                 self.copies.take(self.engine, self.checkpoint_state(), self.checkpoints.in_flight)
             yield self.newest
-        self.checkpoints.complete(self.engine, self.state.step, self.checkpoint_state)
+        self.state.saved_seconds = self.state.seconds
+        self.checkpoints.save_and_wait(self.engine, self.state.step, self.checkpoint_state)
         self.checkpoints.finish_mirror()
         self.finished = self.schedule.over and not self.state.evaluation_owed
         saved = f"saved at step {self.state.step:,}; the same command resumes"
         if not self.finished and self.stopping == UNREAD:
-            # keepers restart ranks after FAILED, with the same output
-            raise RankRefused(f"Broken pipe: nobody reads the output; {saved}", REQUEUE if self.copies else FAILED)
+            # with --in-place FAILED would make the keepers restart the ranks, whose output is closed too
+            raise RankError(f"Broken pipe: stdout or stderr is closed; {saved}", REQUEUE if self.copies else FAILED)
         if not self.finished:
             log.info(f"stopped: {saved}")
 
@@ -155,7 +158,7 @@ class Trainer:
         """Train on the next update of the data; returns it, its learning rate and its result. A collective."""
         self.profiler.update(self.state.step + 1)
         if recorded := self.schedule.recorded():
-            # with a time budget, a repeated update has the same phase and rate as before
+            # with a time budget, a repeated update gets the phase and the learning rate that it had before
             self.state.seconds = recorded[0]
         self.enter_phase(self.schedule.next_phase)
         lr = self.schedule.rate()
@@ -184,23 +187,16 @@ class Trainer:
     # -- after an update ---------------------------------------------------------------------------------------------
 
     def after_update(self, update: Any, result: UpdateResult, started: float) -> bool:
-        """Meter an update and report it to the other ranks; whether results are read from the device now."""
+        """Meter an update and report it to all ranks; returns whether to judge results now, which reads them from the device."""
         step = self.state.step + 1
         copied = self.copies is not None and self.copies.due(step)
         self.save_due, self.line_due = self.schedule.checkpoint_due(step), self.schedule.log_due(step)
         reading = self.save_due or self.schedule.reading_due(step, len(self.judge.pending), copied)
         if reading:
-            result.wait()  # before the time is taken, so that it counts as training time
+            float(result.host_applied)  # synchronise, so that `seconds` includes the device's work on this update
         seconds = time.perf_counter() - started
         self.state.step, self.state.cursor = step, update.step + 1
-        self.newest = PendingUpdate(
-            step=step,
-            cursor=update.step,
-            epoch=update.epoch,
-            row_ids=update.row_ids.tolist(),
-            objective=update.objective,
-            result=result,
-        )
+        self.newest = PendingUpdate(step, update.step, update.epoch, update.row_ids.tolist(), update.objective, result)
         self.judge.pending.append(self.newest)
         self.workload.meter.add(result, update)
         self.row_digest.add(update)
@@ -218,7 +214,7 @@ class Trainer:
         self.receive_reports()
         report = Sync(
             nanoseconds=round(seconds * 1e9),
-            stop=REQUESTED if self.stop.requested else UNREAD * isinstance(logs.lost, BrokenPipeError),
+            stop=REQUESTED if self.stop.requested else UNREAD * isinstance(logs.write_error, BrokenPipeError),
             saving=self.checkpoints.status,
             problem=update.problem_code,
             tokens=update.tokens,
@@ -226,12 +222,16 @@ class Trainer:
             counts=self.workload.meter.counts,
             ranks=self.rank_stats.counts,
         )
-        self.reports.send(report, update.problem)
+        self.sent = report, update.problem, self.world.start_gather(report.values())
 
     def receive_reports(self) -> None:
-        """Wait for the reports of all ranks, if one was sent, and process them. Raises RankRefused if a rank has no data."""
-        if (sync := self.reports.receive()) is None:
+        """Wait for the reports of all ranks, if one was sent, and process them. Raises RankError if a rank has no data."""
+        if self.sent is None:
             return
+        (report, problem, gathered), self.sent = self.sent, None
+        sync = report.reduce(gathered())
+        if sync.problem:
+            raise_on_all_ranks(self.world, problem, report.problem)
         self.last_report = sync
         self.state.seconds += sync.nanoseconds / 1e9
         self.state.tokens += sync.tokens
@@ -249,25 +249,26 @@ class Trainer:
         values |= {"train/skipped": state.skipped, "train/spikes": state.spiked, "data/cursor": state.cursor}
         digest = self.row_digest.total(self.last_report.rows)
         values |= {"data/row_digest": f"{digest:016x}", "data/tokens": state.tokens}
-        if len(self.schedule.phases) > 1:
-            values["train/phase"] = len(state.phase_starts)
+        values |= {"train/phase": len(state.phase_starts)} if len(self.schedule.phases) > 1 else {}
         values |= self.rank_stats.drain(self.last_report.ranks, seconds, state.step)
         self.sinks.write(values)
         if "train/loss" in values:
             log.info(self.workload.progress_line(values, self.schedule.eta_seconds))
 
-    def evaluate_in_time(self) -> None:
-        """Evaluate, unless a stop was requested or less time is left than the longest evaluation took: then the next start does. Before an
-        evaluation of unknown length the run is saved, if there is a time limit. A collective."""
+    def evaluate_if_time_allows(self) -> None:
+        """Evaluate, unless a stop was requested or the longest evaluation so far would exceed the time limit: then stop, and leave it to
+        the next start. Under a time limit the run is saved before the first evaluation, of unknown duration. A collective."""
         state, left, longest = self.state, self.stop.seconds_left, self.state.evaluation_seconds
         state.evaluation_owed = True
         if not self.stopping and self.world.agree_any(left < longest):
             self.stopping = REQUESTED
-            log.info(f"step {state.step:,}: the next start evaluates: {left:.0f} s are left, it took {longest:.0f} s")
+            why = f"{left:.0f} s left, the longest took {longest:.0f} s"
+            log.info(f"step {state.step:,}: evaluation postponed to the next start: {why}")
         if self.stopping:
             return
         if state.step and self.world.agree_any(not longest and left < math.inf):
-            self.checkpoints.complete(self.engine, state.step, self.checkpoint_state)
+            state.saved_seconds = state.seconds
+            self.checkpoints.save_and_wait(self.engine, state.step, self.checkpoint_state)
         self.evaluate()
 
     def evaluate(self) -> None:
@@ -280,17 +281,16 @@ class Trainer:
         if not metrics:
             return
         self.last_eval = metrics
-        self.sinks.write({"step": state.step, "time/train_seconds": round(state.seconds, 3)} | metrics)
+        reached = {"step": state.step, "time/train_seconds": round(state.seconds, 3), "data/tokens": state.tokens}
+        self.sinks.write(reached | metrics)
         self.sinks.show(state.step, self.workload.samples)
+        self.world.barrier()  # rank 0 wrote to the sinks alone: keep that out of the other ranks' training time
         if not patience or len(state.phase_starts) < len(self.schedule.phases):
             return
         if state.improved(self.world.broadcast(metrics["eval/mlm_loss"])):
             self.save_due = True
         elif state.since_best == patience:
-            best = f"{self.run_dir / BEST} is step {state.best_step:,}, with {state.best_loss:.4f}"
-            log.info(
-                f"step {state.step:,}: the held-out loss did not improve in {patience} evaluations, so training ends; {best}"
-            )
+            log.info(f"{state.out_of_patience}; {self.run_dir / BEST} is step {state.best_step:,}")
 
     def roll_back(self, spike: PendingUpdate) -> None:
         """Resume from the newest checkpoint before `spike`, skipping the data up to and including it (PaLM, Chowdhery et al. 2022,
@@ -326,8 +326,8 @@ class Trainer:
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
+        saved = drop_incomparable_losses(saved, self.config)
         self.schedule.state = state = TrainState.of(saved)
-        self.checkpoints.saved_step = self.checkpoints.step
         if state.best_step >= 0:
             state.forget_missing_best(on_main(self.world, self.checkpoints.steps))
         self.row_digest, self.last_report = RowDigest(saved["row_digest"]), None
@@ -336,15 +336,15 @@ class Trainer:
         self.workload.resume(saved)
 
     def save(self) -> None:
-        """Start saving a checkpoint of the current state, and keep a copy of that in memory until it is committed."""
+        """Start saving a checkpoint of the current state; with --in-place also take a copy of it in memory."""
         self.state.saved_seconds = self.state.seconds
         self.checkpoints.save(self.engine, self.checkpoint_state())
         if self.copies is not None:
             self.copies.take(self.engine, self.checkpoint_state(), self.checkpoints.in_flight)
 
     def close(self) -> None:
-        """End the loader's workers, close the sinks and write the profile, each even if another fails."""
-        self.watchdog.closing()
+        """Stop the loader's workers, close the sinks and write the profile; an error in one does not skip the others."""
+        self.watchdog.training_ended()
         with ExitStack() as stack:
             for close in (self.profiler.close, self.sinks.close, self.updates.close):
                 stack.callback(close)

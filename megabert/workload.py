@@ -1,5 +1,6 @@
-"""What the Trainer trains: the interface of a workload, and that of pre-training with the updates of each phase's data and held-out
-evaluation. Fine-tuning is another workload of the same Trainer.
+"""Workloads of the Trainer: the interface, and pre-training on each phase's dataset with held-out evaluation.
+
+Fine-tuning is another workload of the same Trainer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megabert.data.masking import held_out_masking
 from megabert.data.mixture import AnyDataset, distinct_names, members, skip_rows_of_earlier_phases
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from megabert.distributed.ranks import World, on_every_rank, on_main, refuse_together
+from megabert.distributed.ranks import World, on_every_rank, on_main, raise_on_all_ranks
 from megabert.engine import Engine
 from megabert.engine.ceiling import find_ceiling
 from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
@@ -42,7 +43,8 @@ class Workload(Protocol):
 
     @property
     def samples(self) -> Sequence[dict[str, Any]]:
-        """Samples of the last evaluation, as of `megabert.evaluation.HeldOutSamples`; none for other workloads."""
+        """Samples of the last evaluation (`megabert.evaluation.HeldOutSamples`); empty for workloads without
+        samples."""
 
     @property
     def meter(self) -> Meter:
@@ -74,7 +76,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Extras:
-    """Parts of a run that the loop does not know, for settings that ask for them (`megabert.objectives.extras`)."""
+    """Optional parts of a run that this module must not import (`megabert.objectives.extras`)."""
 
     # the model to train in place of a new BERT, for `distill.teacher`: from config, the tokenizer's SHA-256 and the device
     build: Callable[[Config, str, torch.device], BertForPreTraining] | None = None
@@ -96,13 +98,13 @@ NO_EXTRAS = Extras()
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out split of a dataset. `config` has the batch of the dataset's phase; `bytes_a_token` is 0 if the run has only one
+    """The held-out split of a dataset. `config` has the batch of the dataset's phase; `bytes_per_token` is 0 if the run has only one
     dataset."""
 
     name: str
     dataset: Dataset
     config: Config
-    bytes_a_token: float
+    bytes_per_token: float
 
 
 class Pretraining:
@@ -126,26 +128,24 @@ class Pretraining:
         self._node_ranks = world.gather(socket.gethostname()).count(socket.gethostname())
         # read at the first evaluation
         self._samples: HeldOutSamples | None = None
-        log.info(
-            f"{engine.describe()}; matrix-product ceiling {ceiling.tflops:.2f} TFLOP/s a device ({ceiling.origin})"
-        )
+        log.info(f"{engine.describe()}; matmul peak {ceiling.tflops:.2f} TFLOP/s per device ({ceiling.origin})")
 
     def updates(self, first: int, phase_starts: Sequence[int]) -> Loader:
         number, sizes = len(phase_starts) - 1, [phase.batch.global_size for phase in self.phases]
         config, position = self.phases[number], skip_rows_of_earlier_phases(self.datasets, sizes, phase_starts)
         self.engine.enter_phase(config)
-        place = {"rank": self.world.rank, "world": self.world.size, "start_step": first, "node_ranks": self._node_ranks}
-        place["origin"] = position - phase_starts[-1] * sizes[number]
-        at = place["origin"] + first * sizes[number]
-        show = log_progress_every(PROGRESS_SECONDS, "shards that the next updates need are copied here")
+        sharding = {"rank": self.world.rank, "world": self.world.size, "node_ranks": self._node_ranks}
+        sharding |= {"start_step": first, "origin": position - phase_starts[-1] * sizes[number]}
+        first_position = sharding["origin"] + first * sizes[number]
+        show = log_progress_every(PROGRESS_SECONDS, "shards for the next updates are downloaded")
 
-        def fetched(done: int, of: int) -> None:
+        def fetched(done: int, total: int) -> None:
             self.engine.progress()
-            show(done, of)
+            show(done, total)
 
-        # a shard that is not there ends all ranks, not only the one that copies it
-        on_every_rank(self.world, lambda: self.datasets[number].fetch_ahead(config.seed, at, fetched))
-        return Loader.from_config(config, self.datasets[number], self.tokenizer, **place)
+        # on every rank, so that a missing shard is an error on all of them
+        on_every_rank(self.world, lambda: self.datasets[number].fetch_ahead(config.seed, first_position, fetched))
+        return Loader.from_config(config, self.datasets[number], self.tokenizer, **sharding)
 
     def evaluation_due(self, step: int) -> bool:
         interval = self.config.eval.interval
@@ -170,18 +170,23 @@ class Pretraining:
                     break
                 continue
             dataset = on_every_rank(self.world, partial(Dataset, part.held_out_path))
-            measure = partial(evaluation.bytes_a_token, dataset, self.tokenizer)
+            measure = partial(evaluation.bytes_per_token, dataset, self.tokenizer)
             size = on_main(self.world, measure) if len(parts) > 1 else 0.0
             splits.append(HeldOut(name, dataset, replace(self.config, "batch", batch), size))
         return splits
 
     @cached_property
     def evaluate_pairs(self) -> Callable[[Callable[[], None]], dict[str, float]] | None:
-        """The evaluation of `eval.pairs`, which are read at the first one. Raises ValueError naming file and line."""
+        """The evaluation of `eval.pairs`. Raises ValueError naming file and line."""
         if not self.config.eval.pairs:
             return None
         assert self.extras.pairs is not None, "see Extras.check"
         return self.extras.pairs(self.config, self.engine, self.tokenizer, self.world)
+
+    def open_evaluation(self) -> None:
+        """Open the files of evaluations now, so that an error in them is raised before the first update. A collective.
+        Raises ValueError."""
+        _ = self.held_out, self.evaluate_pairs
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Held-out metrics of the first dataset, and with several datasets also loss and bits per byte of each."""
@@ -189,20 +194,21 @@ class Pretraining:
         for split in self.held_out:
             summary = self.evaluate_on(split, progress)
             metrics = metrics or summary
-            if split.bytes_a_token:
-                metrics |= evaluation.dataset_metrics(split.name, summary, split.bytes_a_token)
+            if split.bytes_per_token:
+                metrics |= evaluation.dataset_metrics(split.name, summary, split.bytes_per_token)
         if not metrics:
             return {}
         if self.evaluate_pairs is not None:
             metrics |= self.evaluate_pairs(progress)
+        # the terminal shows no counts (large values) and no table by source; NaN is shown
         hidden = ("eval/accuracy_by_source/", "eval/predictions_by_source/")
         shown = {k.removeprefix("eval/"): v for k, v in metrics.items() if not v >= 1e4 and not k.startswith(hidden)}
         log.info(f"step {step:>7,}  held-out  {'  '.join(f'{k} {v:.4f}' for k, v in shown.items())}")
-        self.samples = self.predict_samples(self.held_out[0].dataset)
+        self.samples = self.predict_samples(self.held_out[0])
         return metrics
 
     def evaluate_on(self, split: HeldOut, progress: Callable[[], None]) -> dict[str, float]:
-        """`evaluation.summary` of a held-out split. A collective. Raises RankRefused if rows cannot be read."""
+        """`evaluation.summary` of a held-out split. A collective. Raises RankError if rows cannot be read."""
         batches = evaluation.fixed_batches(
             split.dataset, self.tokenizer, split.config, rank=self.world.rank, world=self.world.size
         )
@@ -211,7 +217,7 @@ class Pretraining:
         try:
             sums = self.engine.eval_sums(evaluation.readable(batches, progress, problems), len(sources))
         except ValueError:
-            # of all ranks: one of them has no batch, perhaps since it could not read its first
+            # raised on all ranks if one has no batch; that rank may have failed to read its first one
             self._refuse_unread(problems)
             raise
         self._refuse_unread(problems)
@@ -219,14 +225,14 @@ class Pretraining:
 
     def _refuse_unread(self, problems: Sequence[Exception]) -> None:
         problem = (errors.describe(problems[0]), errors.exit_code(problems[0])) if problems else ("", errors.OK)
-        refuse_together(self.world, *problem)
+        raise_on_all_ranks(self.world, *problem)
 
-    def predict_samples(self, held_out: Dataset) -> list[dict[str, Any]]:
+    def predict_samples(self, split: HeldOut) -> list[dict[str, Any]]:
         """The model's predictions for a few masked held-out rows. Rank 0 computes them; with ZeRO stage 3 all ranks take part."""
         if not self.world.is_main and self.config.zero.stage < 3:
             return []
         if self._samples is None:
-            batches = evaluation.fixed_batches(held_out, self.tokenizer, self.config, rows=SAMPLE_ROWS)
+            batches = evaluation.fixed_batches(split.dataset, self.tokenizer, split.config, rows=SAMPLE_ROWS)
             causal = held_out_masking(self.config).causal
             self._samples = HeldOutSamples(batches, self.tokenizer, causal)
         return self._samples.predict(self.engine.module, self.world.device)

@@ -23,7 +23,7 @@ def other(tmp_path_factory):
     return random_rows(folder, 40, seed=0, held_out=held_out_of(held_out, 12))
 
 
-def bytes_a_token(folder):
+def bytes_per_token(folder):
     """Counted token by token."""
     dataset = Dataset(folder)
     tokens = Tokenizer.load(dataset.tokenizer_path).token_bytes()
@@ -40,7 +40,7 @@ def test_each_dataset_of_a_run_is_evaluated(world, tmp_path, other, phases):
     for name, folder in (("dataset", DATA), ("other", other)):
         loss = found[f"eval/loss_by_dataset/{name}"]
         assert loss == pytest.approx(alone[name]["eval/mlm_loss"], rel=1e-5)
-        bits = loss / math.log(2) / bytes_a_token(folder / "held_out")
+        bits = loss / math.log(2) / bytes_per_token(folder / "held_out")
         assert found[f"eval/bits_per_byte_by_dataset/{name}"] == pytest.approx(bits)
     both = evaluate_run(tmp_path, [str(DATA), str(other)])
     assert both == {name: pytest.approx(value, rel=1e-5) for name, value in (found | {"step": 2}).items()}

@@ -261,7 +261,7 @@ def test_the_slow_of_two_real_ranks_is_named(cause: str, tmp_path: Path) -> None
 def test_shared_cores_are_warned_of_once(monkeypatch, caplog) -> None:
     now, short = [0.0], [0.0]
     monkeypatch.setattr(rank_times.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(rank_times, "seconds_short_of_cores", lambda: short[0])
+    monkeypatch.setattr(rank_times, "cpu_pressure_seconds", lambda: short[0])
     cores = rank_times.SharedCores()
     for waited, warnings in (0.8, 0), (5.0, 1), (9.0, 1):  # of ten seconds each: alone, shared, shared
         now[0], short[0] = now[0] + 10.0, short[0] + waited

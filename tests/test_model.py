@@ -185,16 +185,6 @@ def test_the_first_norm_is_of_embeddings_behind_dropout(fields: dict[str, Any]) 
     assert normed.equal(ops.norm(x, table.norm_weight, table.norm_bias, built.cfg.layer_norm_eps, built.cfg.rms_norm))
 
 
-@needs_library
-def test_a_seed_decides_every_native_mask() -> None:
-    built, inputs = model(NATIVE).train(), batch([[30], [12, 20]], 32)
-    losses = []
-    for seed, noise in ((7, 1), (7, 2), (8, 1)):
-        torch.manual_seed(noise)
-        losses.append(built(**inputs, seed=torch.tensor([seed])).mlm_loss_sum)
-    assert losses[0].equal(losses[1]) and not losses[0].equal(losses[2])
-
-
 @backends
 def test_unused_slots_and_pads_are_silent(choice: OpsConfig) -> None:
     """What stands in pads, unused slots and unlabelled pairs changes no loss and no gradient."""
@@ -312,7 +302,7 @@ def test_layers_above_the_wanted_states_are_not_run() -> None:
 
 
 def test_a_model_without_vocabulary_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model.vocab_size=0: set it to the tokenizer's number of entries"):
+    with pytest.raises(ValueError, match=r"model.vocab_size=0: set it to the tokenizer's vocabulary size"):
         BertForPreTraining(ModelConfig(**(SMALL | {"vocab_size": 0})))
 
 
@@ -369,7 +359,7 @@ def test_an_untied_decoder_gets_the_loss_gradient(choice: OpsConfig) -> None:
 @torch.no_grad()
 def test_a_bias_of_log_frequencies_predicts_them() -> None:
     built, counts, nothing = model(), torch.arange(VOCAB), torch.zeros(1, 64)
-    built.start_from_frequencies(counts)
+    built.init_decoder_bias(counts)
     shares = built.mlm_logits(nothing) - built.mlm(nothing) @ built.embeddings.word.weight[:VOCAB].T
     torch.testing.assert_close(shares.softmax(-1)[0], (counts + 1) / (counts + 1).sum(), rtol=1e-4, atol=1e-7)
     assert built.embeddings.word.bias[VOCAB:].abs().max() == 0

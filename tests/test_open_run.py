@@ -15,7 +15,7 @@ from megabert import train
 from megabert.common.errors import USER_ERROR, exit_code
 from megabert.config import replace
 from megabert.data.shards import Dataset, Manifest
-from megabert.distributed.ranks import RankRefused
+from megabert.distributed.ranks import RankError
 from megabert.distributed.watchdog import Watchdog
 from megabert.model import BertForPreTraining
 from megabert.open_run import open_dataset, open_run
@@ -94,10 +94,10 @@ def test_one_rank_of_a_node_reads_the_manifests(tmp_path, reads, mixed):
         assert (its.order(3, np.arange(700))[0] == ids).all() and (its.read(ids).ids == want.read(ids).ids).all()
         assert its.identity == want.identity
     make_dataset(tmp_path / "a", 200, seed=7)
-    with pytest.raises(RankRefused, match=r"rank 8: .*a: is not the dataset that rank 0 sees there"):
+    with pytest.raises(RankError, match=r"rank 8: .*a: differs from the dataset that rank 0 reads there"):
         open_dataset(cfg.data, first)
     (tmp_path / "a" / "shard-000001.tar").unlink()
-    with pytest.raises(RankRefused, match=r"rank 8: .*shard-000001\.tar: is missing"):
+    with pytest.raises(RankError, match=r"rank 8: .*shard-000001\.tar: is missing"):
         open_dataset(cfg.data, first)
 
 
@@ -107,7 +107,7 @@ def test_what_one_rank_cannot_read_is_refused(tmp_path) -> None:
     cfg = config(tmp_path)
     open_dataset(cfg.data, main)
     alone.sent = main.sent
-    with pytest.raises(RankRefused, match=r"rank 8: .*tokenizer\.model") as found:
+    with pytest.raises(RankError, match=r"rank 8: .*tokenizer\.model") as found:
         open_run(tmp_path / "run", cfg, alone, None, None)
     assert exit_code(found.value) == USER_ERROR
 
@@ -141,7 +141,7 @@ def open_where_rank_1_has_no_model(world, folder):
     if world.rank == 1:
         opening.BertForPreTraining = fail
     cfg, watchdog = config(DATA, model__vocab_size=0, model__max_positions=512), Watchdog(world, folder, 0)
-    with pytest.raises(RankRefused) as found:
+    with pytest.raises(RankError) as found:
         open_run(Path(folder) / "run", cfg, world, StopAt(), watchdog)
     return str(found.value), exit_code(found.value)
 

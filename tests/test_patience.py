@@ -51,12 +51,12 @@ def test_runs_end_when_the_loss_improves_no_more(world, tmp_path, caplog):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert trained(world, straight, LOSSES) == 8
     assert "step 8: the held-out loss did not improve in 2 evaluations, so training ends" in caplog.text
-    assert "best is step 4, with 4.0000" in caplog.text
+    assert "so training ends; the lowest is 4.0000; " in caplog.text and "best is step 4" in caplog.text
     kept = sorted(path.name for path in (straight / "checkpoints").glob("step-*"))
     assert kept == ["step-00000004", "step-00000008"]
     assert load_weights(straight / "best")[1]["step"] == 4
     again = opened(world, straight, {})
-    assert again.schedule.complete and again.train() and again.state.step == 8
+    assert again.schedule.limit and again.train() and again.state.step == 8
     again.close()
     for stop in (3, 5, 6):
         assert trained(world, broken, LOSSES, stop=stop) == stop
@@ -84,7 +84,7 @@ def test_an_evaluation_without_time_is_made_later(world, tmp_path, caplog):
     assert not trainer.train()
     trainer.close()
     assert steps == [0, 2, 4] and trainer.state.step == 6 and "stopped: saved at step 6" in caplog.text
-    assert "step 6: the next start evaluates: 0 s are left, it took " in caplog.text
+    assert "step 6: evaluation postponed to the next start: 0 s left, the longest took " in caplog.text
     assert 6 not in logged(tmp_path / "run", "eval/mlm_loss")
     assert trained(world, tmp_path / "run", LOSSES) == 8
     same_state(tmp_path / "straight", tmp_path / "run")
@@ -145,6 +145,12 @@ def test_patience_needs_a_held_out_split(tmp_path, capsys):
     plain = random_rows(tmp_path / "plain", 40, seed=2)
     said = refusal(capsys, main, "--config", "tiny", "--data", plain, "--run", tmp_path / "run", *SMALL, *TEN)
     assert f"eval.patience=2: {plain} has no held-out split" in said
+    said = refusal(capsys, main, "--config", "tiny", "--data", plain, "--run", tmp_path / "run", *SMALL, "eval.pairs=x")
+    assert f"eval.pairs=x: {plain} has no held-out split" in said
+    data = shutil.copytree(DATA, tmp_path / "data")
+    shutil.rmtree(data / "held_out")
+    assert main(["--config", "tiny", "--data", str(data), "--run", str(tmp_path / "run"), *SMALL]) == 2
+    assert "held_out/manifest.json" in capsys.readouterr().err and not (tmp_path / "run/config.json").exists()
 
 
 def test_a_checkpoint_without_a_best_step_resumes():

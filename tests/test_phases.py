@@ -314,7 +314,7 @@ def test_a_resume_names_what_changed_in_phases(world, tmp_path, folders, caplog)
         ("phases.1.batch.global_size=4", r"phases\.1: batch\.global_size is 4 but the checkpoint was made with 8"),
         (f"phases.2.data.path={folders['best']}", r"phases\.2: dataset fingerprint is"),
         ("phases.2.model.rope_theta=6e4", r"phases\.2: model\.rope_theta is 60000\.0 but"),
-        ("phases=[]", "the run is in phase 2, and by the phases and the budget given it would be back in phase 1"),
+        ("phases=[]", "the run is in phase 2, but the given phases and budget put it back in phase 1"),
     ):
         with pytest.raises(ValueError, match=f"cannot resume: {message}"):
             opened(world, tmp_path, *recipe, change)

@@ -17,7 +17,7 @@ from megabert.checkpoint import Checkpoints, newest_step
 from megabert.common.errors import FAILED, USER_ERROR, Failed, exit_code
 from megabert.config import Config
 from megabert.distributed import ranks
-from megabert.distributed.ranks import World, refuse_together
+from megabert.distributed.ranks import World, raise_on_all_ranks
 from megabert.distributed.watchdog import Watchdog
 from megabert.optim.rate_record import FILE, RECORD
 from megabert.trainer import Trainer
@@ -42,9 +42,9 @@ def ranks_of(reports: list[list[Any]]) -> Any:
 )
 def test_a_fault_of_one_rank_outranks_a_mistake(reports, code, text) -> None:
     with pytest.raises(ValueError, match=text) as found:
-        refuse_together(ranks_of(reports), "", 0)
+        raise_on_all_ranks(ranks_of(reports), "", 0)
     assert exit_code(found.value) == code
-    refuse_together(ranks_of([["", 0]] * 3), "", 0)
+    raise_on_all_ranks(ranks_of([["", 0]] * 3), "", 0)
 
 
 def test_ranks_agree_field_by_field() -> None:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))  # a clone that is not installed works too
 
 from megabert.common import environment  # noqa: E402
 from megabert.common.environment import cores, cpu_flags, cpu_model, gpus, memory_gib, versions  # noqa: E402
-from megabert.common.files import write_whole  # noqa: E402
+from megabert.common.files import write_atomically  # noqa: E402
 
 _carried: tuple[str, tuple[str, ...]] | None = None  # revision and changes of a copy without git
 
@@ -186,4 +186,4 @@ def write_json(path: str | os.PathLike[str] | None, result: dict[str, Any]) -> N
         return
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, (json.dumps({"about": about(), **result}, indent=1) + "\n").encode())
+    write_atomically(target, (json.dumps({"about": about(), **result}, indent=1) + "\n").encode())

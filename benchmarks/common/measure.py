@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megabert.common.environment import match_in
+
 
 class Memory:
     """Bytes of this process (or of the device): current, and peak since `restart`."""
@@ -21,8 +23,7 @@ class Memory:
         self.device = device
 
     def _status(self, field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+        return 1024 * int(match_in("/proc/self/status", rf"{field}:\s*(\d+)"))
 
     def now(self) -> int:
         gc.collect()

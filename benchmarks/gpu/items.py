@@ -92,9 +92,10 @@ def steps(target: Path, cases: list[str]) -> None:
 
     from benchmarks import bench_step
     from megabert.distributed import ranks
-    from megabert.engine import precision
+    from megabert.engine import import_deepspeed, precision
 
     world = ranks.init(ranks.discover({}))
+    import_deepspeed(world)  # before a model, which its hooks would keep
     for key, options in zip(cases[::2], cases[1::2], strict=True):
         print(f"-- {key}: {options}", flush=True)
         args = bench_step.parser().parse_args(shlex.split(options))

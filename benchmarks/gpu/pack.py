@@ -190,7 +190,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def unpack_wheels(folder: Path, site: Path) -> str:
-    """Unpack the wheels into `site`, for PYTHONPATH; returns a line about it. Raises ValueError naming what the machine lacks then.
+    """Unpack the wheels into `site`, for PYTHONPATH; returns a line about it. Another version than asked is named in
+    it. Raises ValueError naming what the machine lacks then.
 
     This equals an installation except for scripts, which are not used here (PEP 427).
     """
@@ -202,14 +203,14 @@ def unpack_wheels(folder: Path, site: Path) -> str:
             archive.extractall(site)
     found = importlib.metadata.distributions(path=[str(site), *sys.path])
     versions: dict[str, str] = {
-        canonicalize_name(one.metadata["Name"]): one.version for one in reversed(list(found))
+        canonicalize_name(one.metadata["Name"]): one.version for one in reversed(list(found)) if one.metadata["Name"]
     }  # the first counts
     needs = map(Requirement, record["needs"])
-    lacking = [need for need in needs if not meets(versions, need)]
-    if lacking:
-        there = [f"{need} ({versions.get(canonicalize_name(need.name), 'missing')})" for need in lacking]
-        raise ValueError(f"this machine and {folder} lack {', '.join(there)}")
-    return f"{len(wheels)} wheels unpacked, {len(record['needs'])} requirements met"
+    lacking = {str(need): versions.get(canonicalize_name(need.name)) for need in needs if not meets(versions, need)}
+    if missing := [need for need, version in lacking.items() if version is None]:
+        raise ValueError(f"this machine and {folder} lack {', '.join(missing)}")
+    others = ", ".join(f"{version} for {need}" for need, version in lacking.items())
+    return f"{len(wheels)} wheels unpacked, {len(record['needs'])} requirements{f' but {others}' * bool(others)} met"
 
 
 def place_library(folder: Path, device: str) -> str:

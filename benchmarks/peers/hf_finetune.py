@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from benchmarks.common import hardware
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 from megabert.finetune import __main__ as ours
 from megabert.finetune import encoding, files, scores
 from megabert.finetune.settings import Settings, list_runs
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(args.output) / name
         if not (folder / RESULT).is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / RESULT, json.dumps(train(args, task, settings, folder)).encode())
+            write_atomically(folder / RESULT, json.dumps(train(args, task, settings, folder)).encode())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.common import hardware
 from megabert import config as configuration
 from megabert import evaluation
-from megabert.common.files import appearing
+from megabert.common.files import atomic_folder
 from megabert.config import EvalConfig, MaskingConfig, OpsConfig, replace
 from megabert.data.shards import Dataset, Manifest
 from megabert.data.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ def split(text: Path, target: Path) -> None:
         return
     named = [(f"{name}.txt", documents_of(path)) for name, path in files_of(text)]
     counts, digest = {"train": 0, "held_out": 0}, hashlib.sha256()
-    with appearing(target, MARK, overwrite=True) as folder:
+    with atomic_folder(target, MARK, overwrite=True) as folder:
         for name, documents in named or [("built-in.jsonl", built_in())]:
             parts: dict[str, list[bytes]] = {part: [] for part in counts}
             for document in documents:
@@ -166,7 +166,7 @@ class Scorer:
     def __init__(self, folder: Path, rows: int, threads: int) -> None:
         self.dataset, self.rows, self.threads = Dataset(folder), rows, threads
         self.tokenizer = Tokenizer.load(self.dataset.tokenizer_path)
-        self.bytes_a_token = evaluation.bytes_a_token(self.dataset, self.tokenizer)
+        self.bytes_per_token = evaluation.bytes_per_token(self.dataset, self.tokenizer)
 
     def score(self, weights: Mapping[str, Tensor], tree: dict[str, Any]) -> dict[str, float]:
         """`bits` a byte, `loss` in nats a masked token and `accuracy`, of a model with the configuration `tree`."""
@@ -179,10 +179,10 @@ class Scorer:
         one_mask = replace(one_mask, "eval", EvalConfig(rows=self.rows))
         batches = evaluation.fixed_batches(self.dataset, self.tokenizer, one_mask)
         held_out = evaluation.summary(evaluation.batch_sums(model.to(device), batches, device))
-        return figures(held_out["eval/mlm_loss"], held_out["eval/mlm_accuracy"], self.bytes_a_token)
+        return figures(held_out["eval/mlm_loss"], held_out["eval/mlm_accuracy"], self.bytes_per_token)
 
 
-def figures(loss: float, accuracy: float, bytes_a_token: float) -> dict[str, float]:
+def figures(loss: float, accuracy: float, bytes_per_token: float) -> dict[str, float]:
     """The three figures of a score, from a loss in nats a token."""
-    bits = loss / math.log(2) / bytes_a_token
+    bits = loss / math.log(2) / bytes_per_token
     return {"bits": round(bits, 5), "loss": round(loss, 5), "accuracy": round(accuracy, 5)}

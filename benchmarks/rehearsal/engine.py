@@ -11,7 +11,7 @@ import torch
 from megabert.config import Config, accumulation
 from megabert.distributed.ranks import World
 from megabert.engine import Engine, UpdateResult
-from megabert.engine.rank_times import OwnTime
+from megabert.engine.rank_times import ComputeTime
 from megabert.engine.update_result import HostCopy
 from megabert.engine.zero_layout import ZeroLayout, slice_of_group
 from megabert.optim.build import build_optimizer
@@ -42,7 +42,7 @@ class RehearsedEngine(Engine):
             group["params"] = [flat]
         self.layout = ZeroLayout({name: p.shape for name, p in named.items()}, tuple(masters), partitioned=True)
         self.optimizer.attach({master.tensor: master.segments for master in masters}, world.device, world)
-        self.own_time, self._skipped = OwnTime(world.device), torch.zeros((), dtype=torch.float64)
+        self.compute_time, self._skipped = ComputeTime(world.device), torch.zeros((), dtype=torch.float64)
         self.progress: Callable[[], None] = lambda: None
         methods = dict.fromkeys(("set_train_micro_batch_size", "set_train_batch_size"), lambda size: None)
         self._deepspeed = SimpleNamespace(global_steps=0, global_samples=0, micro_steps=0, **methods)

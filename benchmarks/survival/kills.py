@@ -134,7 +134,7 @@ def check_resume(life: Life, newest: int, outcome: KillCounts) -> str:
         if newest:
             raise life.failure(f"{name}: started over although {newest} was committed")
         followed = FROM_NOTHING
-    if "going back" in output or "is whole" in output:
+    if "going back" in output or "no usable checkpoint" in output:
         raise life.failure(f"{name}: a kill damaged a committed checkpoint")
     return followed
 

@@ -122,7 +122,7 @@ class ForkingKeeper(keeper.Keeper):
         for number in signals.SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         importlib.reload(signals)  # as in a new process: no `Stop` has taken over
-        os.environ.update(self.env | self._of_child(pipe))
+        os.environ.update(self.env | self._child_variables(pipe))
         try:
             return start("train", sys.argv[1:])
         except BaseException:

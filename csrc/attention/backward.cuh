@@ -197,9 +197,11 @@ __device__ inline void sum_lines(float* to, const T* lines) {
     uint32_t b[4];
     load_transposed(b, lines + down.line * kStride + s * 16 + down.column);
     multiply(sum[0], sum[1], ones, b, T{});
-    if (lane >= 4) continue;
+    if (lane < 4) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) *reinterpret_cast<Two*>(to + s * 16 + n * 8 + t) = {sum[n][0], sum[n][1]};
+      for (int n = 0; n < 2; ++n) *reinterpret_cast<Two*>(to + s * 16 + n * 8 + t) = {sum[n][0], sum[n][1]};
+    }
+    __syncwarp();
   }
 }
 

@@ -79,9 +79,10 @@ std::tuple<Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& 
   a.grad = data<T>(gc), a.dqkv = out<T>(dqkv), a.partial = out<float>(partial);
   a.sums = out<float>(sums);
   const int64_t bytes = GradientShared<T>::bytes(tiles);
-  STD_TORCH_CHECK(cudaFuncSetAttribute(attention_gradient<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(bytes)) == cudaSuccess,
-                  op, ": rows of ", shape.tokens, " tokens need ", bytes,
+  const bool fits = cudaFuncSetAttribute(attention_gradient<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(bytes)) == cudaSuccess;
+  if (!fits) cudaGetLastError();  // else the next launch would report it
+  STD_TORCH_CHECK(fits, op, ": rows of ", shape.tokens, " tokens need ", bytes,
                   " bytes of shared memory a block: more than this GPU has");
   attention_gradient<T><<<static_cast<unsigned>(blocks), kAttentionThreads, static_cast<size_t>(bytes), device.stream>>>(
       a, dropout, data<int64_t>(seed));

@@ -82,7 +82,8 @@ inline void check_columns(const char* op, const char* name, const Tensor& t, con
 // of the batch in a larger one. `lines`: mask rows of a row of the batch.
 inline Dropout check_dropout(const char* op, const Tensor& seed, int64_t stream, double p, int64_t lines,
                              const Tensor& like) {
-  STD_TORCH_CHECK(p >= 0 && p < 1, op, ": p is ", p, ", not in [0, 1)");
+  // a share that rounds to 65536 of 65536 would keep nothing
+  STD_TORCH_CHECK(p >= 0 && p * 65536.0 + 0.5 < 65536.0, op, ": p is ", p, ", not in [0, 1)");
   check_device(op, "seed", seed, like);
   check_dtype(op, "seed", seed, ScalarType::Long);
   STD_TORCH_CHECK(seed.numel() == 1 || seed.numel() == 2, op, ": seed has ", seed.numel(), " elements, not 1 or 2");

@@ -94,7 +94,7 @@ class FileRange:
     """Range [start, end) of a file: of bytes, of bzip2 streams by their first byte, of row groups or batches.
 
     The whole file if `end` is None. `format` is "auto" until the file was opened or unpacked. With `index`, a name in the work
-    folder, [start, end) are bytes of the unpacked text in the spools of that index (`readers.spools`).
+    folder, [start, end) are bytes of the unpacked text in the spools of that index (`readers.decompress`).
     """
 
     path: str

@@ -1,9 +1,9 @@
 """Stages of a build, and the journal of their finished items, from which a killed build resumes.
 
-A stage calls `function(job, item)` for every item; that writes work files and returns an `ItemResult`. A recorded result is checked and
-used instead of computing it again. Its key is the digest of function, job and item, and of all results of earlier stages including
-the CRC-32 of their files, so that a record matches exactly if computing the item again by the same code would give the same bytes;
-`output_folder` refuses to resume with other code. Records are small JSON files, replaced atomically.
+A stage calls `function(job, item)` for every item; it writes work files and returns an `ItemResult`. A recorded result
+is verified and reused. Its key is the digest of function, job, item and all results of earlier stages with the CRC-32
+of their files: a record matches if and only if the same code would write the same bytes again. `output_folder` refuses
+to resume with different code. Records are small JSON files, replaced atomically.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from data_prep.executor import work_files
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult, total
 from megabert.common import logs
-from megabert.common.files import appearing_file, sync, write_whole
+from megabert.common.files import atomic_file, sync, write_atomically
 
 FOLDER = "journal"
-# Bytes of a stage from which on its files are deleted as soon as nothing needs them. Their results have to be synced to the disk
-# before, a tenth of the time of a build of 200 MB; files of smaller stages are deleted with the work folder.
-SWEPT = 1 << 30
+# Files of a stage with at least so many bytes are deleted as soon as no later stage reads them. Before that, what was
+# made from them is synced to disk, which costs a tenth of a build of 200 MB; smaller stages are deleted with the work
+# folder.
+SWEEP_BYTES = 1 << 30
 
 StageFunction = Callable[[BuildJob, Any], ItemResult]
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_whole(path, json.dumps(value, sort_keys=True).encode())
+    write_atomically(path, json.dumps(value, sort_keys=True).encode())
 
 
 def _load(path: Path) -> Any:
@@ -63,19 +64,20 @@ def _run(function: StageFunction, job: BuildJob, stage: str, digest: str, number
     record = _load(path)
     if record and record["key"] == key:
         result = ItemResult.from_json(record["result"])
-        if _holds(job, record, [result]) and work_files.is_whole(job.work, result.files):
+        if _policy_allows(job, record, [result]) and work_files.files_intact(job.work, result.files):
             return result
     result = function(job, item)
     result.peak = work_files.peak_memory()
     # Not synced: a record or a file of it that was truncated by a loss of power does not match.
-    with appearing_file(path, synced=False) as file:
+    with atomic_file(path, synced=False) as file:
         record = {"key": key, "on_error": job.on_error, "result": result.as_json()}
         file.write(json.dumps(record, sort_keys=True).encode())
     return result
 
 
-def _holds(job: BuildJob, record: dict[str, Any], results: list[ItemResult]) -> bool:
-    """Whether results are those of the job's policy for bad input: what was dropped under "skip" stops a build under "stop"."""
+def _policy_allows(job: BuildJob, record: dict[str, Any], results: list[ItemResult]) -> bool:
+    """Whether results recorded under another `on_error` are valid for this job: results that dropped bad input under
+    "skip" are not valid under "stop"."""
     return job.on_error == "skip" or record["on_error"] == "stop" or not any(result.problems for result in results)
 
 
@@ -88,12 +90,12 @@ class _Finished(NamedTuple):
 class Stages:
     """Runs stages on an executor, with a progress bar each on stderr, and records their items in the folder `work`.
 
-    `everything` is the sum of all results; `figures` has the seconds of each stage, and the bytes of its largest process.
+    `everything` is the sum of all results; `figures` has the seconds and the peak process memory (bytes) of each stage.
     """
 
     def __init__(self, work: Path, executor: Pool, progress: bool) -> None:
         self._work, self._records, self._executor, self._progress = work, work / FOLDER, executor, progress
-        # whether an earlier process has finished an item
+        # whether this build resumes an earlier process, which finished at least one item
         self.resumed = any(self._records.rglob("*.json"))
         self.everything = ItemResult()
         self.figures: dict[str, dict[str, float]] = {}
@@ -131,8 +133,8 @@ class Stages:
     def map_part(
         self, name: str, function: StageFunction, job: BuildJob, items: Sequence[Any], part: tuple[int, int]
     ) -> None:
-        """Compute every n-th item from the k-th on, for `part` (k, n) with k from 1, unless the whole stage is recorded; other jobs
-        compute the others."""
+        """Compute part k of n of the items (k, k + n, …; `part` is (k, n), k from 1) for other jobs to merge. Does
+        nothing if the whole stage is recorded."""
         # its key takes time, since items may be millions
         recorded = (self._records / f"{name}.json").exists()
         if not recorded or self._recorded(name, self._key(name, function, job, items), job) is None:
@@ -147,14 +149,14 @@ class Stages:
         if not record or record["key"] != key:
             return None
         results = [ItemResult.from_json(raw) for raw in record["results"]]
-        return results if _holds(job, record, results) else None
+        return results if _policy_allows(job, record, results) else None
 
     def _compute(
         self, name: str, function: StageFunction, job: BuildJob, numbered: list[tuple[int, Any]], unit: str
     ) -> list[ItemResult]:
         (self._records / name).mkdir(parents=True, exist_ok=True)
         call = partial(_run, function, job, name, self._digest)
-        # of a single item, such as the training of a tokenizer, the clock alone moves
+        # a bar for a single item, such as training a tokenizer, would stay at 0%: show the elapsed time instead
         shape = "{desc} {elapsed}, running" if unit != "B" and len(numbered) == 1 else None
         bar = tqdm(
             total=sum(item.size for _, item in numbered) if unit == "B" else len(numbered),
@@ -177,14 +179,14 @@ class Stages:
             write_json(self._records / f"{name}.json", record)
 
     def consume(self, *names: str) -> None:
-        """Delete the files of these stages, of those that were run and are large; no later stage will read them.
+        """Delete the files of those of these stages that ran and are large; no later stage may read them.
 
-        All that was made after them is synced to the disk first, then their results are recorded. A thread waits for the disk;
-        `flush` raises its errors.
+        Runs in a thread: it syncs the files of later stages to disk, records the results of the stage, then deletes
+        its files. `flush` raises its errors.
         """
         for name in filter(self._finished.__contains__, names):
             files = (file for result in self._finished[name].results for file in result.files.values())
-            if sum(size for size, _ in files) >= SWEPT:
+            if sum(size for size, _ in files) >= SWEEP_BYTES:
                 later = list(self._finished)[list(self._finished).index(name) + 1 :]
                 self._sweeping.append(self._sweeper.submit(self._consume, name, later))
 

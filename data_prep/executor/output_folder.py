@@ -1,7 +1,8 @@
 """Output of a build: empty, unfinished or complete; a complete dataset is only replaced with --overwrite.
 
-An unfinished build has a work folder with `build.json`, its account with the version of the code. A build with the same account and code
-resumes; a complete dataset with the same account is left as it is; any other account is refused, listing the differences.
+`build.json` holds the account of a build: its options and input files. While a build is unfinished it lies in the work
+folder, with the versions of the code. A build with the same account and code resumes it; a complete dataset with the
+same account is left unchanged; anything else is refused, listing the differences.
 
 Output to a URL is built in a local folder; shards are uploaded as they are written, and manifests last.
 """
@@ -15,7 +16,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tqdm import tqdm
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor.journal import FOLDER, write_json
 from data_prep.executor.work_files import ItemResult
+from data_prep.readers import files as input_files
 from megabert.common import storage
 from megabert.common.environment import source, version
 from megabert.common.errors import describe
@@ -40,9 +41,9 @@ UNPACK, SPOOLS = "unpack", "stream-*.zst"
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
 # folders and packages whose versions are in the account of an unfinished build
 CODE, PACKAGES = ("data_prep", "megabert/data"), ("numpy", "pyarrow", "rensa", "sentencepiece", "tokenizers")
-# entry of an account that may differ in an unfinished build, since its items check their files
+# account entry that may change before a resume, since the key of each finished item has its files' sizes and times
 FILES = "input files"
-# names of the files of a build
+# file names that builds write; a folder with any other file is refused
 OURS = re.compile(
     r"\.work|held_out|seq\d+|\.?shard-.*\.(tar|tmp)|\.(manifest|build|report).*\.tmp|(manifest|build|report)\.json|"
     r"tokenizer\.(model|json)|vocab\.txt|tokenizer_config\.json|text|sources\.csv"
@@ -73,7 +74,7 @@ def opened(
     created, work = not output.exists(), output / WORK
     with _locked(output, shared=part):
         if not overwrite and _is_done(output, account):
-            if work.exists() and not part:  # the last process was killed while removing it
+            if work.exists() and not part:  # the process that completed the build was killed while deleting it
                 _remove_work(work)
             yield None
             return
@@ -118,7 +119,7 @@ def _locked(output: Path, shared: bool) -> Iterator[None]:
     handle = os.open(output, os.O_RDONLY)
     try:
         try:
-            lock(handle, output, "start no second build there", shared=shared)
+            lock(handle, output, "do not start a second build there", shared=shared)
         except BlockingIOError:
             raise BadInput(f"--output {output}: another build is writing there") from None
         _refuse_foreign(output)
@@ -194,28 +195,25 @@ def _refuse_foreign(output: Path) -> None:
     was_built = any(path.name in (WORK, ACCOUNT, MANIFEST) for path in paths) or any(output.glob(f"seq*/{MANIFEST}"))
     for path in paths:
         if not (was_built and OURS.fullmatch(path.name)) and (path.suffix != ".tmp" or path.is_dir()):
-            raise BadInput(f"--output {output}: holds {path.name}, which is not of a build; name another folder")
+            raise BadInput(f"--output {output}: holds {path.name}, which no build wrote; name another folder")
 
 
 def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
     """Raises BadInput if an input file is in the folder that a build may have to clear."""
     top = os.path.join(os.path.realpath(output), "")
-    real_folder = cache(os.path.realpath)  # an input has millions of files in few folders
     for path in sources:
-        if storage.is_url(path):
-            continue
-        folder, name = os.path.split(path)
-        real = os.path.realpath(path) if os.path.islink(path) else os.path.join(real_folder(folder), name)
-        if real.startswith(top):
+        if input_files.real_path(path).startswith(top):
             raise BadInput(
                 f"--output {output}: the build would replace {path}, which it reads; copy that elsewhere, and name the copy"
             )
 
 
 def clear(output: Path) -> None:
-    """Remove the files of a build except for unpacked text; manifests first, so that no dataset is ever mixed.
+    """Delete the files of a build except for unpacked text; manifests first, so that no dataset mixes files of two
+    builds.
 
-    The account is removed last: after a kill it still marks the folder as a build's, whose work folder is not resumed.
+    The account is deleted last: if the process is killed, it still marks the folder as that of a build, which is not
+    resumed.
     """
     work, account = output / WORK, output / ACCOUNT
     # with the manifests the records of complete stages, whose files may be deleted
@@ -236,8 +234,9 @@ def clear(output: Path) -> None:
 
 
 def remove_others(folder: Path, pattern: str, results: Sequence[ItemResult], unfinished: str = ".*.tmp") -> None:
-    """Remove the files of a build that match `pattern` and belong to no result, those of the input before a resume, and the files
-    `unfinished` that killed processes left: all, except in a work folder, where other jobs may be writing theirs."""
+    """Delete stale files in `folder`: those that match `pattern` but belong to none of `results` (the input changed
+    before a resume), and temporary files of killed processes, which match `unfinished`. In a work folder that other
+    jobs may be writing to, `unfinished` must match only this stage's files."""
     kept = {os.path.basename(name) for result in results for name in result.files}
     for path in (*folder.glob(pattern), *folder.glob(unfinished)):
         if path.name not in kept:
@@ -252,11 +251,14 @@ def _remove_work(work: Path) -> None:
         log.warning(f"the dataset is complete, but {describe(error)}: remove {work} by hand")
 
 
-def opened_url(url: str, account: dict[str, Any], overwrite: bool) -> bool:
-    """Whether datasets of `account` are to be uploaded there, or False: they are complete. The account is written first, since shards are
-    kept for their size alone: with `overwrite` all objects of another build, or of one without its account, are removed, manifests
-    first; else raises BadInput, as for objects that are not of a build, which `publish` would remove."""
-    found = storage.below(url)
+def prepare_url(url: str, account: dict[str, Any], overwrite: bool) -> bool:
+    """Prepare `url` for the upload of a build; returns False if its datasets are already complete there.
+
+    Mutates the store: with `overwrite` it deletes all objects of another build, manifests first, and it writes
+    build.json, before any shard, since `publish` skips a shard of the same size. Raises BadInput for another build
+    without `overwrite`, and for objects that no build wrote, which `publish` would delete.
+    """
+    found = storage.list_objects(url)
     changed = "without its account" if found else ""
     if ACCOUNT in found:
         place = storage.join(url, ACCOUNT)
@@ -265,7 +267,7 @@ def opened_url(url: str, account: dict[str, Any], overwrite: bool) -> bool:
     if not changed and all((place / MANIFEST).as_posix() in found for place in places):
         return False
     if foreign := [name for name in found if not OURS.fullmatch(name.partition("/")[0])]:
-        raise BadInput(f"--output {url}: holds {foreign[0]}, which is not of a build; name another place")
+        raise BadInput(f"--output {url}: holds {foreign[0]}, which no build wrote; name another URL")
     if changed and not overwrite:
         raise BadInput(f"--output {url}: holds a build with other options or code ({changed}); --overwrite replaces it")
     # a dataset's manifest before that of its held-out part
@@ -277,9 +279,9 @@ def opened_url(url: str, account: dict[str, Any], overwrite: bool) -> bool:
 
 
 def publish(url: str, folder: Path, progress: bool) -> None:
-    """Upload what is not there yet, manifests last, and remove what is of no file; then remove the local folder."""
+    """Upload the missing files of `folder`, manifests last, delete all other objects at `url`, then delete `folder`."""
     files = files_below(folder)
-    there = {name: each.size for name, each in storage.below(url).items()}
+    there = {name: each.size for name, each in storage.list_objects(url).items()}
     last = sorted((name for name in files if os.path.basename(name) == MANIFEST), key=len, reverse=True)
     missing = [name for name, path in files.items() if there.get(name) != path.stat().st_size or path.suffix != ".tar"]
     size = sum(files[name].stat().st_size for name in missing)

@@ -29,14 +29,14 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_
 PMIX, SRUN_SIZE = "PMIX_RANK", "SLURM_STEP_NUM_TASKS"
 
 
-def collect_seldom() -> None:
+def collect_garbage_rarely() -> None:
     """Run the garbage collector rarely: scanning millions of small lists of words and ids without cycles costs 5%."""
     gc.set_threshold(200_000, 50, 100)
 
 
-def _begin_worker(parent: int) -> None:
+def _init_worker(parent: int) -> None:
     """First call in a worker. It must end with its parent, or it would write while the build is resumed."""
-    collect_seldom()
+    collect_garbage_rarely()
     # the library's threads do not survive a fork: a batch would wait for them without end
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored by shells for background jobs
@@ -49,8 +49,8 @@ def _begin_worker(parent: int) -> None:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block. Processes started inside never receive it, unless they unblock it: Python's
-    handler would print a traceback in each."""
+    """Delay Ctrl-C to the end of the block. Processes started inside inherit the blocked signal: otherwise each of
+    them would print a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     usual, came = signal.getsignal(signal.SIGINT), list[tuple[Any, ...]]()
     # a library's thread may receive the signal all the same, and Python then calls its handler here
@@ -76,9 +76,10 @@ def launched_ranks() -> int:
 
 @dataclass(frozen=True)
 class Pool:
-    """`size` workers: this process alone, forked processes, MPI ranks, of which rank 0 runs the build and works too, or Ray tasks.
+    """`size` workers: this process alone, forked processes, MPI ranks or Ray tasks.
 
-    `cancel()` ends the running items after Ctrl-C, where that reaches no worker.
+    `root_works`: rank 0 of MPI runs the build and computes items, too. `cancel()` ends running items after Ctrl-C, for
+    workers that do not receive the signal.
     """
 
     size: int
@@ -117,8 +118,8 @@ class Pool:
                 results[numbers[future]] = report(future.result())
 
         try:
-            # To processes each worker's next item, so that none has to be cancelled: where workers have died too, as after Ctrl-C,
-            # ProcessPoolExecutor's thread fails at a cancelled one with a traceback (fixed in Python 3.12).
+            # Submit at most one waiting item per worker, so that nothing has to be cancelled: if workers have died, as
+            # after Ctrl-C, ProcessPoolExecutor prints a traceback for a cancelled item (fixed in Python 3.12).
             submit(len(items) if self.root_works else 2 * self.size)
             # Workers take items from the front; rank 0 takes the last waiting one.
             for future, index in reversed(numbers.items()) if self.root_works else ():
@@ -132,7 +133,7 @@ class Pool:
                 submit(1)
         except BrokenProcessPool:
             raise WorkerDied(
-                "a worker process died (killed for memory?); the same command resumes, with fewer --workers perhaps"
+                "a worker process died (out of memory?); the same command resumes, if need be with fewer --workers"
             ) from None
         except KeyboardInterrupt:
             self.cancel()
@@ -146,7 +147,8 @@ class Pool:
 def opened(workers: int | None, executor: str | None = None) -> Iterator[Pool | None]:
     """MPI ranks if mpirun or srun started several, else `workers` processes (default: the number of cores).
 
-    Other ranks than 0 work until rank 0 leaves the block, then get None. Raises BadInput if `executor` is the other kind of workers.
+    Ranks other than 0 work until rank 0 leaves the block, then get None. Raises BadInput if `executor` does not match
+    the launcher.
     """
     launched = launched_ranks()
     if launched <= 1 and executor == "mpi":
@@ -174,7 +176,7 @@ def opened(workers: int | None, executor: str | None = None) -> Iterator[Pool | 
         yield Pool(1)
         return
     # Forked before this process has threads; forking saves workers a second of imports.
-    with ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (os.getpid(),)) as processes:
+    with ProcessPoolExecutor(workers, get_context("fork"), _init_worker, (os.getpid(),)) as processes:
         with interrupts_blocked():
             processes.submit(os.getpid).result()
         yield Pool(workers, processes)

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 from data_prep.common.errors import BadInput, Unfinished, WorkerDied
 from data_prep.executor import output_folder
-from data_prep.executor.pool import Pool, collect_seldom
+from data_prep.executor.pool import Pool, collect_garbage_rarely
 from megabert.common.environment import ROOT, end_with_parent, host_name, require_packages
-from megabert.common.errors import Failed, describe, leaving_at_ctrl_c
+from megabert.common.errors import Failed, describe, exit_on_ctrl_c
 
 
-class Place(NamedTuple):
-    """The current folder of the command, a file that it made in the work folder, and the code of the build."""
+class WorkerContext(NamedTuple):
+    """What a worker checks on its node: `folder`, the command's working directory; `seen`, a probe file in the work
+    folder; `code`, the code versions of the build."""
 
     folder: str
     seen: str
@@ -34,10 +35,10 @@ class Place(NamedTuple):
 
 
 @functools.cache
-def _prepare(place: Place) -> None:
+def _check_node(place: WorkerContext) -> None:
     """First call in a worker. Raises Unfinished on a node that does not see the command's folders or has other code."""
-    collect_seldom()
-    end_with_parent()  # its node's raylet, since Ray runs the items of a lost node again
+    collect_garbage_rarely()
+    end_with_parent()  # the parent is the node's raylet; Ray reruns the items of a lost node elsewhere
     node = f"--executor ray: node {host_name()}"
     if not os.path.isdir(place.folder):
         raise Unfinished(f"{node} does not see {place.folder}; start the command in a folder that all nodes share")
@@ -46,13 +47,13 @@ def _prepare(place: Place) -> None:
         work = os.path.dirname(place.seen)
         raise Unfinished(f"{node} does not see {work}; name an --output on a file system that all nodes share")
     if changed := "; ".join(output_folder.differences(dict(place.code), output_folder.code())):
-        raise Unfinished(f"{node} has other code ({changed}); install the same there")
+        raise Unfinished(f"{node} runs different code ({changed}); install the same version there")
 
 
-def _run_item(place: Place, function: Callable[[Any], Any], item: Any) -> tuple[Any, Exception | None]:
+def _run_item(place: WorkerContext, function: Callable[[Any], Any], item: Any) -> tuple[Any, Exception | None]:
     """The result of an item, or its error, which Ray would wrap in one of its own. Runs in a worker."""
     try:
-        _prepare(place)
+        _check_node(place)
         return function(item), None
     except Exception as error:
         error.add_note(traceback.format_exc())
@@ -67,7 +68,7 @@ class RayExecutor(ThreadPoolExecutor):
 
         super().__init__(size)
         self._seen = Path(folder.absolute(), output_folder.WORK, f"ray-{secrets.token_hex(4)}")
-        self._place = Place(os.getcwd(), str(self._seen), tuple(output_folder.code().items()))
+        self._place = WorkerContext(os.getcwd(), str(self._seen), tuple(output_folder.code().items()))
         self._task = ray.remote(num_cpus=1)(_run_item)
         self._running: set[Any] = set()
         self._cancelled = False
@@ -97,7 +98,7 @@ class RayExecutor(ThreadPoolExecutor):
         except ray.exceptions.RayError as failure:
             # of an error outside the item, such as in its unpickling, the last line of a traceback
             line = str(failure).strip().splitlines()[-1 if isinstance(failure, ray.exceptions.RayTaskError) else 0]
-            raise WorkerDied(f"--executor ray: {line} The same command resumes") from failure
+            raise WorkerDied(f"--executor ray: {line.rstrip('.')}; the same command resumes") from failure
         finally:
             self._running.discard(task)
         if error is not None:
@@ -142,7 +143,7 @@ def opened(workers: int | None, folder: Path) -> Iterator[Pool]:
     environment = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
     terminate = signal.getsignal(signal.SIGTERM)
     try:
-        with leaving_at_ctrl_c():
+        with exit_on_ctrl_c():
             import ray
 
             ray.init(
@@ -158,7 +159,7 @@ def opened(workers: int | None, folder: Path) -> Iterator[Pool]:
         size = workers or int(ray.cluster_resources().get("CPU", 0))
         if not size:
             raise BadInput(
-                "--executor ray: the cluster has no CPU; add nodes, or name --workers for those that come later"
+                "--executor ray: the cluster has no CPUs; add nodes, or set --workers to the CPUs that will join later"
             )
         with RayExecutor(size, folder) as executor:
             yield Pool(size, executor, cancel=executor.cancel)

@@ -21,7 +21,7 @@ from data_prep.common.records import ReadOptions
 from data_prep.filters import rules
 from data_prep.options import BuildOptions
 from megabert.common.environment import match_in
-from megabert.common.files import appearing_file
+from megabert.common.files import atomic_file
 from megabert.data.tokenizer import Tokenizer
 
 # fields of a result that are sums
@@ -36,7 +36,7 @@ class BuildJob:
     # a path; `tokenizer_sha256` identifies its content
     tokenizer: str = field(repr=False)
     work: str = field(repr=False)
-    # an item that finished under "stop" is the same under "skip", and in reverse if it has no problems
+    # not in the repr: an item without problems has the same result under "stop" and "skip"
     on_error: str = field(repr=False)
     tokenizer_sha256: str = ""
     # documents, or passages of this many tokens, whose 64-bit hash is below the limit are held out
@@ -46,7 +46,7 @@ class BuildJob:
     weights: tuple[float, ...] = (1.0,)
     # names of the sources if there are several
     sources: tuple[str, ...] = ()
-    # as of `ReadOptions.folders`
+    # see `ReadOptions.folders`
     folders: tuple[tuple[str, str], ...] = ()
     # folder of the output, and the URL to which its files go as they are written, "" for none
     output: str = field(default="", repr=False)
@@ -62,7 +62,7 @@ class BuildJob:
 
     def needs_texts(self) -> bool:
         """Whether the texts of documents are needed after encoding."""
-        return self.options.save_text or bool(self.options.own_filters)
+        return self.options.save_text or bool(self.options.custom_filters)
 
     def path(self, name: str) -> str:
         return os.path.join(self.work, name)
@@ -73,22 +73,23 @@ def _load_tokenizer(path: str, sha256: str) -> Tokenizer:
     return Tokenizer.load(path)
 
 
-def tokenizer_of(job: BuildJob) -> Tokenizer:
+def job_tokenizer(job: BuildJob) -> Tokenizer:
     """The tokenizer, loaded once by a process."""
     return _load_tokenizer(job.tokenizer, job.tokenizer_sha256)
 
 
 def id_dtype(job: BuildJob) -> np.dtype:
     """The type of token ids in work files and shards."""
-    return np.dtype(np.uint16 if tokenizer_of(job).vocab_size <= 65_535 else np.uint32)
+    return np.dtype(np.uint16 if job_tokenizer(job).vocab_size <= 65_535 else np.uint32)
 
 
 @dataclass
 class ItemResult:
     """The result of an item of work, or the sum of several.
 
-    `counts` are documents, sentences, tokens and the like; `problems`, `lost` and `changed` are as of `errors.Problems`; `dropped`
-    maps a reason to documents; `lengths` counts sequences by tokens; `facts` are figures of an item for planning the next stage.
+    `counts`: documents, sentences, tokens, …; `problems`, `lost` and `changed`: see `errors.Problems`; `dropped`:
+    documents by reason; `lengths`: sequences by number of tokens; `facts`: values of one item that the next stage
+    needs, not summed.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -107,7 +108,8 @@ class ItemResult:
 
     @staticmethod
     def of(problems: Problems, size: int = 0) -> ItemResult:
-        """A result that has what `problems` counts, now and later, but for documents dropped by rules."""
+        """A result that shares its counters with `problems`, so that later problems show up in it; `dropped` is not
+        shared."""
         return ItemResult(problems=problems.counts, lost=problems.lost, changed=problems.changed, size=size)
 
     def as_json(self) -> dict[str, Any]:
@@ -161,10 +163,11 @@ Append = Callable[[np.ndarray], None]
 def appending(job: BuildJob, name: str, result: ItemResult) -> Iterator[Append]:
     """A function that appends arrays to a file of the work folder, whose size and CRC-32 are then recorded in `result`.
 
-    The file has its name once it is complete: on a cluster another attempt of the item may be writing it too.
+    The file is renamed into place when complete: on a Ray cluster a second attempt at the item may write it
+    concurrently.
     """
     size = crc = 0
-    with appearing_file(Path(job.path(name)), synced=False) as file:
+    with atomic_file(Path(job.path(name)), synced=False) as file:
 
         def append(array: np.ndarray) -> None:
             nonlocal size, crc
@@ -207,7 +210,7 @@ def copy_items(items: np.ndarray, chosen: Any) -> np.ndarray:
     return copy
 
 
-def by_key(records: np.ndarray) -> np.ndarray:
+def sort_by_key(records: np.ndarray) -> np.ndarray:
     """Records with a field `key`, ordered by it."""
     return records[np.argsort(records["key"], kind="stable")]
 
@@ -224,7 +227,7 @@ def record_output(job: BuildJob, path: Path, result: ItemResult) -> None:
     result.files[os.path.relpath(path, job.work)] = _checksum(path)
 
 
-def is_whole(work: str, files: dict[str, tuple[int, int]]) -> bool:
+def files_intact(work: str, files: dict[str, tuple[int, int]]) -> bool:
     """Whether all of `files` exist with the recorded content."""
     paths = ((os.path.join(work, name), written) for name, written in files.items())
     return all(os.path.isfile(path) and _checksum(path) == written for path, written in paths)

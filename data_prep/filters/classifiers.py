@@ -70,3 +70,8 @@ def _load(path: str) -> Any:
         return fasttext.load_model(path)
     except (ValueError, RuntimeError) as error:
         raise BadInput(f"{path}: not a fastText model ({error})") from None
+
+
+def forget() -> None:
+    """Load files again, which may have changed since an earlier build of this process."""
+    _load.cache_clear()

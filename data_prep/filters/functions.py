@@ -71,3 +71,8 @@ def _load(function: FilterFunction) -> Callable[[str, dict[str, Any]], Any]:
     except TypeError:
         return lambda text, metadata: call(text)
     return call
+
+
+def forget() -> None:
+    """Load files again, which may have changed since an earlier build of this process."""
+    _load.cache_clear()

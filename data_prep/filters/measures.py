@@ -25,7 +25,7 @@ FACTS = np.dtype([("hash", "<u8"), ("characters", "<u4"), ("unknown", "<u4"), ("
 LETTER, BULLET, ELLIPSIS, ELLIPSIS_END, NUMBER_SIGN, SENTENCE_END, MARK_END, CURLY = (1 << bit for bit in range(8))
 # marks at the end of a line, and closing quotes and sentence terminals of other scripts
 MARKS = '.!?"'
-WIDE_MARKS = SCRIPT_TERMINALS | frozenset("\u201d\u00bb\u2026\u300d\u300f")
+WIDE_MARKS = SCRIPT_TERMINALS | frozenset("\u201d\u201c\u00bb\u00ab\u2039\u203a\u2026\u300d\u300f")
 # bullets at the beginning of a word, and those that have to be a separate word
 BULLETS = "\u2022\u2023\u25aa\u25ab\u25cf\u25cb\u25e6\u2043\u2219\u25a0\u25a1\u25c6\u27a2"
 LONE_BULLETS = "-*\u2013\u2014\u00b7"

@@ -1,7 +1,7 @@
 """Readers, from input names to documents.
 
-A format is a function and an entry. A splitter is a function from a `streams.Stream`, the unpacked bytes of a file or of a member of an
-archive, to (place, text) of each document; its entry is in `documents.SPLITTERS`, its name in `common.records.FORMATS`, and what its files
-begin with in `detection.BEGINNINGS`. A file that is no stream of text, as a table or an archive, has an entry in `documents.SOURCES`,
-a compression one in `decompress.COMPRESSIONS`, and what a document is in plain text one in `lines.BY_KIND`.
+To add a format, write a splitter, a function from a `streams.Stream` to (place, text) of each document, and register
+it: in `documents.SPLITTERS`, its name in `common.records.FORMATS`, and the first bytes of its files in
+`detection.BEGINNINGS`. Formats that are not streams of text (tables, archives) are in `documents.SOURCES`,
+compressions in `decompress.COMPRESSIONS`, and kinds of plain-text documents in `lines.BY_KIND`.
 """

@@ -1,7 +1,8 @@
 """Members of zip and tar archives as streams in the archive's order, without extraction to disk.
 
-A tar may be compressed as a whole. Hidden members and those that are not regular files are skipped. A damaged or truncated archive is
-an error with the member's name. A zip's members can be read one without another; nothing of a tar is read behind its damage.
+A tar may be compressed as a whole. Hidden members and those that are not regular files are skipped. A damaged or
+truncated archive raises an error with the member's name. Undamaged members of a zip remain readable; a tar ends at its
+first damage.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _open_zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> 
 
 
 class _Header(tarfile.TarInfo):
-    """A header of which damage is an error; else tarfile treats it as the end of the archive."""
+    """A tar header that raises ReadError if it is damaged; tarfile itself would treat it as the end of the archive."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
@@ -127,7 +128,7 @@ def _tar_members(part: FileRange) -> Iterator[Member]:
             rest = iter(partial(cast(IO[bytes], archive.fileobj).read, 1 << 20), b"")
             if any(chunk.strip(b"\0") for chunk in rest):
                 raise DamagedArchive(
-                    f"{part.path}: more data behind the end of the tar archive; name its parts one by one"
+                    f"{part.path}: more data after the end of the tar archive; split concatenated archives into files"
                 )
     except tarfile.TarError as error:
-        raise DamagedArchive(f"{part.path}: damaged or truncated tar archive behind {last} ({error})") from None
+        raise DamagedArchive(f"{part.path}: damaged or truncated tar archive after {last} ({error})") from None

@@ -17,7 +17,7 @@ import contextlib
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 from statistics import median
 from typing import NamedTuple
@@ -33,13 +33,11 @@ from megabert.common import storage
 
 # most files of a sample, and the bytes of all; documents may be long
 SAMPLED_FILES, SAMPLED_BYTES = 32, 4 << 20
-# files without plain text after which no more are sampled
-OTHERS = 4
-# fewer files do not show that each is a document
+# with fewer files, few blocks or lines in each do not prove that each file is a document
 SEVERAL_FILES = 3
-# blocks or lines in a file, in the median of several files, from which on they may be documents
+# with a median of fewer blocks or lines per file, each of several files is one document
 MANY = 50
-# blocks, and lines, from which on they may be documents
+# a file with fewer blocks, or fewer lines, is not split into them
 FEWEST_BLOCKS, FEWEST_LINES = 3, 20
 # characters of the longest wrapped lines
 WRAPPED = 120
@@ -96,25 +94,16 @@ def text_documents(
 def decide_files(some: Sequence[FileRange], options: ReadOptions) -> str:
     """The kind of documents in files, by those that are plain text; "" if none is. One that can't be read is reported by its reader."""
     samples: list[TextSample] = []
-    for tried, file in enumerate(some):
-        if tried == OTHERS and not samples:
-            break
-        with _left_to_its_reader():
+    for file in some:
+        try:
             file = file if file.opened else identify(file, options)
             if file.format in (AUTO, "text"):
                 first = next(decompress.read_chunks(file.path, file.compression), b"")
                 size = file.size * (EXPANSION if file.compression else 1)
                 samples += _samples(file.path, first, size, len(some), options, file.compression)
+        except (BadInput, OSError) as error:  # reported by its reader, except for a failing disk or store
+            refuse_failure(error)
     return decide(samples) if samples else ""
-
-
-@contextlib.contextmanager
-def _left_to_its_reader() -> Iterator[None]:
-    """Passes over errors of a file in the block, which its reader reports; not over those of a disk or store."""
-    try:
-        yield
-    except (BadInput, OSError) as error:
-        refuse_failure(error)
 
 
 def decide_members(part: FileRange, options: ReadOptions) -> str:

@@ -1,4 +1,4 @@
-"""Splitter of CSV and TSV: separators and columns by the first row, and resynchronisation behind a bad one."""
+"""Splitter of CSV and TSV: delimiter and columns are taken from the first row; parsing resumes after a bad row."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting
     uneven: tuple[list[int], int, str, int] | None = None
     for delimiter in delimiters:
         rows = csv.reader(lines, delimiter=delimiter, quoting=quoting)
-        names = next(rows, [])
+        try:
+            names = next(rows, [])
+        except csv.Error:
+            continue
         wanted = field_names(text_field, names)
         if set(wanted) <= set(names):
             return [names.index(name) for name in wanted], len(names), delimiter, rows.line_num
@@ -89,7 +92,7 @@ def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting
             uneven = uneven or found
     if uneven:
         return uneven
-    shown = ", ".join(" ".join(lines[:1]).split(delimiters[0])[:20]).strip() or "none"
+    shown = ", ".join(" ".join(lines[:1]).split(delimiters[0])[:20]).strip()[:300] or "none"
     raise NoTextField(
         f"{stream.path}: line 1: no column {text_field!r} (it has {shown}); name one with --text-field, or its number from 1 if "
         "the first line is a row"
@@ -108,8 +111,8 @@ def _are_even(rows: Iterator[list[str]], width: int, cut: bool) -> bool:
 def _rows(
     lines: Iterator[str], delimiter: str, quoting: Quoting
 ) -> Iterator[tuple[int, list[str], list[str], csv.Error | None]]:
-    """(number of lines read, lines of the row, values, error) of each row. Of a bad one only the first line is lost, and the others are
-    read again."""
+    """(number of lines read, lines of the row, values, error) of each row. A bad row loses only its first line; its
+    other lines are parsed again."""
     again, taken = deque[str](), list[str]()
 
     def feed() -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Decompression: a file as a stream of unpacked byte chunks, in bounded memory; truncation is an error.
 
-gzip, bzip2, xz and zstd are recognised by their first bytes. A compressed file that is damaged or truncated is an error
-with its name and the number of bytes that were unpacked. Several workers can share a bzip2 file of many streams: a range of its bytes
+gzip, bzip2, xz and zstd are recognised by their first bytes. A damaged or truncated file raises an error with its name
+and the number of decompressed bytes. Several workers can share a bzip2 file of many streams: a range of its bytes
 includes the streams that start in it.
 """
 
@@ -10,17 +10,19 @@ from __future__ import annotations
 import bz2
 import contextlib
 import io
+import json
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import IO, Any, NamedTuple
 
 import zstandard
 
-from data_prep.common.errors import Damaged, Problems
+from data_prep.common.errors import BadInput, Damaged, Problems
 from data_prep.readers.files import open_regular, status
 
 
@@ -40,7 +42,8 @@ class _Unbounded:
 
 
 class Compression(NamedTuple):
-    """The suffix of a file, its first bytes, input bytes for a decompressor at once, and what makes a decompressor."""
+    """A compression: file suffix, pattern of the first bytes, input bytes per call (`feed`), and factory of
+    decompressors."""
 
     suffix: str
     magic: re.Pattern[bytes]
@@ -70,8 +73,8 @@ BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")
 BOMB_BYTES, BOMB_RATIO = 96 << 20, 200
 PLAIN_CHUNK = 1 << 20
 MAX_OUT = 4 << 20
-# a reason of lost bytes
-BEHIND = "other data behind packed text"
+# reason in the report for bytes after the last compressed stream
+TRAILING = "trailing data after the compressed text"
 ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
@@ -80,17 +83,15 @@ def detect_compression(head: bytes) -> str:
     return next((name for name, kind in COMPRESSIONS.items() if kind.magic.match(head)), "")
 
 
-def ratio(head: bytes, compression: str) -> float:
-    """Unpacked size of the first bytes of a compressed file over their size."""
-    kind = COMPRESSIONS[compression]
-    inner = kind.decompressor()
-    fed = unpacked = 0
-    with contextlib.suppress(*ERRORS):  # errors are reported when the file is read
-        while fed < len(head) and not inner.eof and unpacked < MAX_OUT:
-            data = head[fed : fed + kind.feed] if inner.needs_input else b""
-            fed += len(data)
-            unpacked += len(inner.decompress(data, MAX_OUT))
-    return unpacked / max(fed, 1)
+def ratio(file: IO[bytes], compression: str) -> float:
+    """Unpacked size of the beginning of a compressed file over its size."""
+    unpacked = 0
+    with contextlib.suppress(Damaged):  # reported when the file is read
+        for part in _unpack("", compression, 0, None, None, file):
+            unpacked += len(part)
+            if unpacked >= PLAIN_CHUNK:
+                break
+    return unpacked / max(file.tell(), 1)
 
 
 def first_stream(path: str, start: int, end: int) -> int | None:
@@ -177,7 +178,7 @@ def _unpack(
                 return
             if streams and not kind.magic.match(data):
                 raise damaged(
-                    f"something else follows the {compression} data after {unpacked} unpacked bytes; remove it if the "
+                    f"trailing data after the {compression} stream of {unpacked} decompressed bytes; remove it if the "
                     "text before it is complete",
                     whole=True,
                 )
@@ -213,7 +214,7 @@ def until_damage(chunks: Iterator[bytes], path: str, problems: Problems, reason:
         if problems.policy == "stop":
             raise
         end = len(last) if error.whole else last.rfind(b"\n") + 1 or len(last)
-        problems.add(path, BEHIND if error.whole else reason, error.lost + len(last) - end)
+        problems.add(path, TRAILING if error.whole else reason, error.lost + len(last) - end)
         last = last[:end]
     if last:
         yield last
@@ -237,3 +238,33 @@ class _Chunks(io.RawIOBase):
 
 def as_file(chunks: Iterator[bytes]) -> io.BufferedReader:
     return io.BufferedReader(_Chunks(chunks), PLAIN_CHUNK)
+
+
+def read_spools(folder: str, index: str, begin: int) -> Iterator[bytes]:
+    """The unpacked text of a large packed file from byte `begin` on, at most PLAIN_CHUNK at a time. Raises BadInput for a damaged spool.
+
+    A spool is a zstd file of some MB of text in the work folder; `index`, a JSON list of (name, unpacked bytes), gives those of a
+    file in order.
+    """
+    with open(os.path.join(folder, index), "rb") as file:
+        spools: list[tuple[str, int]] = json.load(file)
+    for name, size in spools:
+        if begin < size:
+            path = os.path.join(folder, name)
+            text = _unpack_spool(path, size, os.stat(path).st_mtime_ns)
+            yield from (text[at : at + PLAIN_CHUNK] for at in range(begin, size, PLAIN_CHUNK))
+        begin = max(begin - size, 0)
+
+
+@lru_cache(maxsize=2)
+def _unpack_spool(path: str, size: int, changed: int) -> bytes:
+    """The text of a spool. The first one of a file, by which its format is known, and the last one, for short look-backs, are cached;
+    `changed` is part of the cache's key."""
+    try:
+        with open(path, "rb") as file:
+            text = zstandard.ZstdDecompressor().decompress(file.read())
+    except zstandard.ZstdError as error:
+        raise BadInput(f"{path}: damaged ({error})") from None
+    if len(text) != size:
+        raise BadInput(f"{path}: truncated: {len(text)} bytes of text, {size} were written")
+    return text

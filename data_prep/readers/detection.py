@@ -50,7 +50,7 @@ LATEX = (
     rb"(?:%[^\n]*\n\s*|\\(?:pdfoutput|RequirePackage|PassOptions)[^\n]*\n\s*)*"
     rb"\\(?:documentclass|documentstyle|begin|chapter|section|input|usepackage|newcommand|title)\*?[\[{]"
 )
-# by the first bytes behind white space, in any case of letters: a format, or a refusal
+# pattern of the first bytes after white space, case-insensitive -> a format, or a refusal
 BEGINNINGS: tuple[tuple[bytes, str | Refusal], ...] = (
     (rb"(?-i:<doc[ >])", "wiki"),
     (rb"(?-i:" + PROLOG + rb"<mediawiki\b)", "mediawiki"),
@@ -77,7 +77,7 @@ BEGINNINGS: tuple[tuple[bytes, str | Refusal], ...] = (
     (rb"(?:\x93NUMPY|\x89HDF)", ("an array of numbers", "it has no text")),
     (rb"(?:\xff\xfe|\xfe\xff)", ("UTF-16 text", "convert it: iconv -f utf-16 -t utf-8 FILE > FILE.txt")),
 )  # fmt: skip
-# members by which a zip archive is something else
+# documents that are zip archives, by a member that identifies them
 ZIPPED: dict[str, Refusal] = {
     "word/document.xml": ("a Word document", PLAIN),
     "xl/workbook.xml": ("an Excel workbook", "convert it: libreoffice --headless --convert-to csv FILE"),
@@ -100,7 +100,7 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
     suffix = os.path.splitext(file.path)[1]
     compression = detect_compression(head)
     if suffix in SUFFIXES and compression != SUFFIXES[suffix]:
-        raise BadInput(f"{file.path}: byte 0: no {SUFFIXES[suffix]} data in spite of its suffix {suffix}")
+        raise BadInput(f"{file.path}: byte 0: not {SUFFIXES[suffix]} data despite its suffix {suffix}; rename the file")
     file = replace(file, compression=compression, opened=True)
     if compression:
         return replace(file, format="tar") if TAR_NAME.search(file.path) else file
@@ -113,7 +113,7 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
 
 
 def detect(path: str, first: bytes, options: ReadOptions, compression: str = "") -> str:
-    """Name of the format by the first unpacked bytes, which are all if they are at most HEAD.
+    """Name of the format by the first unpacked bytes; at most HEAD bytes are taken for the whole text.
 
     Raises BadInput naming the file, what it is and how to make it readable.
     """
@@ -123,17 +123,17 @@ def detect(path: str, first: bytes, options: ReadOptions, compression: str = "")
         return "tar"
     if options.format in (AUTO, *TABLES) and (table := detect_kind(first)):
         if compression:
-            raise BadInput(f"{path}: a table inside {compression} data; unpack it first")
+            raise BadInput(f"{path}: a {table} table compressed with {compression}; decompress it first")
         return table
     if options.format in TABLES:
-        raise BadInput(f"{path}: no Parquet or Arrow file")
+        raise BadInput(f"{path}: not a Parquet or Arrow file, as --format {options.format} says; leave --format out")
     if options.format == AUTO:
         return _detect_text(path, first[:HEAD], whole=len(first) <= HEAD)
     return options.format
 
 
 def _refused(path: str, what: str, advice: str) -> UnknownFormat:
-    return UnknownFormat(f"{path}: {what}, which is not read; {advice}")
+    return UnknownFormat(f"{path}: {what}, which is not supported; {advice}")
 
 
 def _detect_text(path: str, head: bytes, whole: bool) -> str:
@@ -175,7 +175,8 @@ def _detect_text(path: str, head: bytes, whole: bool) -> str:
     if suffix in TEXT_SUFFIXES or _is_text(head, whole):
         return "text"
     raise UnknownFormat(
-        f"{path}: unknown suffix {suffix!r} and no known content; if it is text of another encoding: iconv -f NAME -t utf-8 FILE"
+        f"{path}: unknown suffix {suffix!r} and unrecognised content; if it is text in another encoding, convert it: "
+        "iconv -f NAME -t utf-8 FILE"
     )
 
 

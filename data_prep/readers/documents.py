@@ -1,4 +1,5 @@
-"""Documents of a range of a file, in one pass: what the file holds is opened as streams, which are split.
+"""Documents of a range of a file, in one pass: a file is opened as one or more streams, which splitters cut into
+documents.
 
 Each document is returned once and in order for any division of the file: a range is read from a position where its first document
 can be recognised, and beyond its end until its last document is complete.
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 from data_prep.common.errors import BadInput, Damaged, NoTextField, Problems, Unfinished, UnknownFormat
 from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, FileRange, RawDocument, ReadOptions
-from data_prep.readers import archives, boundaries, decompress, detection, files, lines, mediawiki, pydoc_corpus, spools
+from data_prep.readers import archives, boundaries, decompress, detection, files, lines, mediawiki, pydoc_corpus
 from data_prep.readers.archives import DamagedArchive
 from data_prep.readers.boundaries import TextSample
 from data_prep.readers.csv_rows import split_csv
@@ -66,7 +67,8 @@ def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterato
             raise BadInput(change)
     except BadInput as error:
         if problems.policy == "stop":
-            raise Unfinished(_change(part) or str(error)) from None  # documents of other files are kept
+            # Unfinished, not BadInput: the build keeps its finished items and can be resumed
+            raise Unfinished(_change(part) or str(error)) from None
         if problems.counts[DAMAGED] == before:  # else `until_damage` has counted it
             reason = REASONS.get(type(error), DAMAGED)
             problems.add(part.path, reason, (isinstance(error, Damaged) and error.lost) or lost)
@@ -80,8 +82,8 @@ def _change(part: FileRange) -> str:
     if part.stamp is None or part.stamp == (size, changed):
         return ""
     return (
-        f"{part.path}: changed while it was read ({part.stamp[0]} bytes when the build began, now {size}); let it be finished "
-        "first, or give a copy"
+        f"{part.path}: changed while it was read ({part.stamp[0]} bytes when the build began, now {size}); "
+        "wait until it is complete, or read a copy"
     )
 
 
@@ -166,7 +168,7 @@ def _read_text(part: FileRange, options: ReadOptions, problems: Problems, folder
 def _chunks_from(part: FileRange, folder: str, begin: int) -> Iterator[bytes]:
     """The unpacked text of a file from byte `begin` on."""
     if part.index:
-        return spools.read_spools(folder, part.index, begin)
+        return decompress.read_spools(folder, part.index, begin)
     return decompress.read_chunks(part.path, start=begin)
 
 
@@ -181,7 +183,8 @@ def _read_at(part: FileRange, folder: str, begin: int, size: int) -> bytes:
 
 @lru_cache(maxsize=8)
 def _no_text(file: FileRange, folder: str) -> frozenset[str]:
-    """The namespaces by the head of a dump, of which a range is read; those of any language if it is damaged, as its first range says."""
+    """Namespaces of links without text, from the head of the dump that a range belongs to; the defaults if the head is
+    damaged, which the first range reports."""
     try:
         packed = file.compression and not file.index
         chunks = decompress.read_chunks(file.path, file.compression) if packed else _chunks_from(file, folder, 0)
@@ -191,18 +194,20 @@ def _no_text(file: FileRange, folder: str) -> frozenset[str]:
 
 
 def _split(stream: Stream, head: bytes = b"", compression: str = "") -> Iterator[RawDocument]:
-    """Documents of a stream, whose format may not be known yet. `head`: of its file, if the stream begins behind it."""
+    """Documents of a stream, whose format may not be known yet. `head`: the first bytes of its file, if it begins
+    later."""
     problems, before = stream.problems, stream.problems.counts.total()
     first = next(stream.chunks, b"")
     if not first:
-        if problems.counts.total() == before:  # else nothing is left of a damaged one
+        if problems.counts.total() == before:  # otherwise the file is damaged from its start, which is already counted
             problems.add(stream.path, "empty file")
         return
     if stream.format in (AUTO, *TABLES):
         stream.format = detection.detect(stream.path, first, stream.options, compression)
         if stream.format in SOURCES:
             raise BadInput(
-                f"{stream.path}: a {stream.format} file inside another; unpack it first (a packed tar is named .tar.…)"
+                f"{stream.path}: a {stream.format} file inside another; extract it first (a compressed tar needs "
+                "the suffix .tar.gz, .tar.zst, …)"
             )
     if stream.format == detection.INDEX:
         problems.add(stream.path, detection.INDEX)

@@ -13,7 +13,7 @@ from data_prep.readers.streams import LONG_DOCUMENT, UNCLOSED, Slice, Stream
 # formats whose documents are elements: they can be found from any byte on, and their paragraphs are lines
 ELEMENTS = ("wiki", "mediawiki")
 # a change of text
-OUTSIDE = "text behind an end tag"
+OUTSIDE = "text after an end tag"
 DOC_TAG = re.compile(rb'<doc(?:\s+[\w:.-]+="[^"]*")*\s*>')
 TITLE = re.compile(rb'\stitle="(.*?)"(?:>|\s+[\w:.-]+=")')
 
@@ -21,8 +21,8 @@ TITLE = re.compile(rb'\stitle="(.*?)"(?:>|\s+[\w:.-]+=")')
 def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]:
     """Elements `name`, without their end tag, that begin before the end of the range.
 
-    `opening` is the pattern of their first tag, up to the attributes. Text outside of elements is ignored, and counted in front of a
-    second end tag. An element is unclosed if another begins or the file ends inside it.
+    `opening` is the pattern of the start tag, up to its attributes. Text between elements is ignored; text before an
+    unmatched end tag is counted. An element is unclosed if another one begins, or the file ends, inside it.
     """
     closing = b"</%s>" % name.encode()
     tags = re.compile(opening + b"|" + closing)
@@ -59,7 +59,7 @@ def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]
             elif not inside and buffer[at : match.start()].strip():
                 stream.problems.changed[OUTSIDE] += 1
             inside, is_long, at = False, False, match.end()
-        at = max(at, len(buffer) - len(closing) + 1)  # behind it may be a partial tag
+        at = max(at, len(buffer) - len(closing) + 1)  # the rest may be a partial tag
         if begin is not None and not is_long and base + at - begin > streams.MAX_DOCUMENT:
             bad(begin, begin + streams.MAX_DOCUMENT + 1)
             begin, is_long = begin + streams.MAX_DOCUMENT + 1, True

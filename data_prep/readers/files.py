@@ -1,6 +1,7 @@
-"""Input files: the files of an input, in an order that depends only on their names, and opening of files.
+"""Expansion of inputs to files, in an order that depends only on their names, and opening of files.
 
-An input is a file, a folder or a glob, also by a URL of a store (`megabert.common.storage`). Walks follow links, visit each folder once and skip hidden names.
+An input is a file, a folder or a glob, or their URL in a store (`megabert.common.storage`). Walks follow links, visit
+each folder once and skip hidden names.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import BinaryIO
 
 from data_prep.common.errors import BadInput, Problems
@@ -58,6 +60,22 @@ def open_regular(path: str) -> BinaryIO:
     return file
 
 
+def real_path(path: str) -> str:
+    """`path` with links resolved; a URL unchanged. Folders are cached: an input has millions of files in few
+    folders."""
+    if storage.is_url(path):
+        return path
+    if os.path.islink(path):
+        return os.path.realpath(path)
+    folder, name = os.path.split(path)
+    return os.path.join(real_folder(folder), name)
+
+
+@lru_cache(maxsize=1024)
+def real_folder(folder: str) -> str:
+    return os.path.realpath(folder)
+
+
 def matches(item: str, problems: Problems) -> list[str]:
     """The file or folder of that name, or the matches of a glob; of a URL itself. Raises BadInput if there is none."""
     if storage.is_url(item):
@@ -77,9 +95,9 @@ def folder_of_input(item: str) -> str:
     return os.path.dirname(item if os.path.lexists(item) else MAGIC.split(item, maxsplit=1)[0] + "*") or "."
 
 
-class Notices:
-    """Files of the inputs about which the user should know: those left out because they describe a folder's data, and those of splits
-    for evaluation."""
+class InputNotices:
+    """Counts of input files to tell the user about: skipped files that only describe data, and files of evaluation
+    splits."""
 
     SHOWN = 3
 
@@ -89,8 +107,8 @@ class Notices:
         self._shown: dict[str, list[str]] = {"about": [], "evaluation": [], "other": []}
         self._beside_split = ""
 
-    def is_read(self, path: str, item: str) -> bool:
-        """Whether to read a file of an input, `item` or a file below it."""
+    def count_and_select(self, path: str, item: str) -> bool:
+        """Count a file of the input `item` by its kind; returns whether to read it."""
         inside = path[len(item) :].strip("/")
         names = [os.path.basename(item.rstrip("/")), *filter(None, inside.split("/"))]
         split = next((name for name in names if EVALUATION_SPLIT.fullmatch(name)), "")
@@ -117,7 +135,7 @@ class Notices:
             )
 
 
-def expand(item: str, problems: Problems, notices: Notices) -> Iterator[str]:
+def expand(item: str, problems: Problems, notices: InputNotices) -> Iterator[str]:
     """Files of one input in order, without those that `notices` leaves out.
 
     Raises BadInput if there is no such file; unreadable ones follow the policy of `problems`.
@@ -129,16 +147,17 @@ def expand(item: str, problems: Problems, notices: Notices) -> Iterator[str]:
         if not found:
             raise BadInput(f"--input {item}: no such object or folder, and no object matches it")
         is_glob = bool(MAGIC.search(item))
-        yield from (url for url in found if notices.is_read(url, url if is_glob else item))
+        yield from (url for url in found if notices.count_and_select(url, url if is_glob else item))
         return
     for path in matches(item, problems):
         below = _walk(path, problems) if os.path.isdir(path) else (path,)
-        yield from (file for file in below if notices.is_read(file, path))
+        yield from (file for file in below if notices.count_and_select(file, path))
 
 
 def _match(pattern: str, problems: Problems) -> list[str]:
-    """Sorted matches of a glob; a name that begins with a dot needs a dot. `**` is the folders at any depth, without hidden ones and
-    links, since loops of links would never end; what it matches are files. Folders that can't be read follow the policy."""
+    """Sorted matches of a glob. Hidden names match only patterns that begin with a dot. `**` matches folders at any
+    depth except hidden ones and links (which may loop); a pattern with `**` matches only files. Unreadable folders
+    follow `problems`."""
     parts = [part for part in pattern.split("/") if part]
     paths, recursive = ["/" if pattern.startswith("/") else ""], False
     for number, part in enumerate(parts, 1):
@@ -172,7 +191,7 @@ def _folders(top: str, problems: Problems) -> Iterator[str]:
 
 
 def _entries(folder: str, problems: Problems) -> list[os.DirEntry[str]]:
-    """What is in a folder, "" for the current one; nothing of a file."""
+    """Entries of a folder ("" for the current one); [] for a file."""
     folder = folder or os.curdir
     try:
         with os.scandir(folder) as entries:
@@ -199,7 +218,7 @@ def _training_split(item: str) -> str:
     if not configurations:
         return item
     glob = f"{base}/{configurations[0]}/train/*.parquet"
-    log.info(f"{item}: its training split, {glob}; another glob decides otherwise")
+    log.info(f"{item}: reading its training split, {glob}; for other files name a glob")
     return glob
 
 

@@ -39,6 +39,11 @@ def _power(match: re.Match[str]) -> str:
     return exponent.translate(RAISED) if _RAISABLE.fullmatch(exponent) else f"^{_group(exponent)}"
 
 
+def _fraction(match: re.Match[str]) -> str:
+    behind_number = match.string[: match.start()].rstrip()[-1:].isdigit()
+    return f"{' ' * behind_number}{_group(match[1] or match[2])}/{_group(match[3] or match[4])}"
+
+
 def formula(tex: str) -> str | None:
     """A short formula of TeX in one line of text, x² + α ≤ a/(b + c); None if it has no such form."""
     if len(tex) > LONGEST or "\\\\" in tex or "&" in tex:
@@ -48,7 +53,7 @@ def formula(tex: str) -> str | None:
     tex = _POWER.sub(_power, tex)
     tex = _BELOW.sub(lambda match: f"_{_group(match[1])}", tex)
     tex = _ROOT.sub(lambda match: f"√{_group(match[1])}", tex)
-    tex = _FRACTION.sub(lambda match: f"{_group(match[1] or match[2])}/{_group(match[3] or match[4])}", tex)
+    tex = _FRACTION.sub(_fraction, tex)
     tex = re.sub(r"\{([^{}\\]*)\}", r"\1", re.sub(r"\{([^{}\\]*)\}", r"\1", tex))
     if re.search(r"[\\{}]", tex):
         return None

@@ -17,6 +17,8 @@ LONGEST, LONGEST_NAME = 4000, 60
 
 # an apostrophe that is text beside the quotes of italics: ''Eagle''{{'s}}
 APOSTROPHE = "\3"
+# marker before a fraction, which becomes a space after a digit: 3{{frac|1|2}}
+FRACTION = "\4"
 
 Values = list[str]
 Named = dict[str, str]
@@ -37,7 +39,7 @@ CHARACTERS = by_name((
     ("—", "mdash|em dash|emdash|mdashb|—"),
     ("'", "'|apostrophe|apos"), ("'s", "'s"), ("'\"", "' \"|'\""), ("\"'", "\" '|\"'"), ('"', '-"|"-'),
     (" ", "nbsp|space|spaces|thinsp|thin space|hair space|hairsp|ensp|emsp|figure space|esp|insécable"),
-    (" · ", "dot|·|•|middot|bull|bullet"),
+    (" · ", "dot|·|•|middot|bull|bullet"), ("\n", "br|break"),
     ("×", "times"), ("−", "minus"), ("±", "plus-minus"), ("°", "deg"), ("′", "prime"), ("⇌", "eqm"), ("=", "="),
     ("ʻ", "okina|'okina"), ("ʿ", "ayin"), ("ʾ", "hamza"), ("C", "carbon"), ("H", "hydrogen"), ("O", "oxygen"), ("CO2", "co2"),
     ("H2O", "h2o"), ("e", "e|ème"), ("er", "er"), ("1er", "1er"), ("Ier", "ier"), ("no", "n°|numéro"), ("BC", "bc"), ("AD", "ad"),
@@ -55,7 +57,7 @@ ARGUMENT = by_name((
     ("1", """nowrap|nobr|nobreak|nowr|nwr|no wrap|nobold|noitalic|nocaps|em|strong|small|smaller|midsize|large|larger|big|huge|
         smallcaps|sc|sc1|sc2|scsmall|small caps|abbr|abbrlink|tooltip|h:title|explain|comment|typo|as written|proper name|chem name|chem2|
         dfn|vanchor|visible anchor|citation needed span|cns|cn span|clarify span|mvar|math|overline|underline|u|kbd|key|code|mono|tt|samp|
-        var|unicode|polytonic|hebrew|arabic|nastaliq|vr|angbr|grapheme|gloss|lit|literal|sub|sup|exp|ind|flag|flagu|flagcountry|nihongo2|
+        var|unicode|polytonic|hebrew|arabic|nastaliq|vr|angbr|grapheme|gloss|lit|literal|sub|ind|flag|flagu|flagcountry|nihongo2|
         nihongo foot|citation|railgauge|nq|quote|blockquote|bquote|cquote|quotation|poemquote|poem quote|pull quote|format price|fnum|nts|not a typo|
         ill|interlanguage link|interlanguage link multi|illm|zitat|"|polytonisch|fachbegriff|citation bloc|petites capitales|pc|
         minuscules|abréviation|abréviation discrète|abrd|abr|refnec|refsou|référence nécessaire|guil|incise|versalita|esd|cita|maiuscoletto|
@@ -83,7 +85,7 @@ NOTHING = re.compile(
     |verify(?:\ (?:source|credibility))?|unreliable(?:\ \w+)?\??|self-published.*|original\ research\??|or|pov|weasel|synthesis\??|relevance
     |update(?:\ after)?|(?:not|nonspecific)\ in\ source|contradict|inflation[/-]fn|sub?scription(?:\ required)?|wayback|webarchive
     |oclc|isbn|issn|doi|jstor|pmid|imdb\ \w+|youtube|official(?:\ website)?|url|respell|listen|h-audio|x-sampa|anchors?
-    |shy|wbr|zwn?j|zwsp|lrm|rlm|rtl|ltr|clear|-|clr|br|break|0|!|nowrap\ (?:begin|end)|italic\ ?title|lowercase\ ?title|noteta|refimprove.*
+    |shy|wbr|zwn?j|zwsp|lrm|rlm|rtl|ltr|clear|-|clr|0|!|nowrap\ (?:begin|end)|italic\ ?title|lowercase\ ?title|noteta|refimprove.*
     |portal.*|commons.*|div\ col.*|flatlist|endflatlist|plainlist|endplainlist|quote\ box|rquote|flagdeco|(?:start|end)\ .*|infobox.*|cref2?
     |internetquelle|literatur|bibisbn|belege.*|ouvrage|article|lien\ web|référence|quoi|qui|quand|où|précision|drapeau|kaynak(?:\ .*)?|kim
     |要出典|要検証|誰|いつ|どこ|要説明|脚注.*|بحاجة\ لمصدر|مصدر|حقيقة|من|متى|أين|وضح|cita\ requerida|demostrar|aclarar|quién|cuándo
@@ -174,11 +176,6 @@ def _known(head: str, name: str, values: Values, named: Named) -> str | None:
     return first if first or name == "sic" else None
 
 
-def raised(match: re.Match[str]) -> str:
-    """The matched digits and signs as superscripts."""
-    return match[0].translate(RAISED)
-
-
 def _ship(values: Values) -> str | None:
     """Prefix, name and hull number or year; the last argument says which of them are shown."""
     prefix, name, number, shown = (*values, "", "", "", "")[:4]
@@ -200,7 +197,7 @@ def _amount(values: Values, _: Named) -> str | None:
     if len(rest) > 2 and rest[2] in ("in", "oz", "lb"):  # 5 ft 11 in
         unit = " ".join(rest[:3])
     unit = {"C": "°C", "F": "°F", "C-change": "°C", "sqmi": "sq mi"}.get(unit, unit)
-    return f"{number} {re.sub('(?<=m)[23]$', raised, unit)}".rstrip()
+    return f"{number} {re.sub('(?<=m)[23]$', lambda power: power[0].translate(RAISED), unit)}".rstrip()
 
 
 def _number_and_unit(values: Values, named: Named) -> str | None:
@@ -215,7 +212,7 @@ def _number_and_unit(values: Values, named: Named) -> str | None:
 
 def _fraction(values: Values, _: Named) -> str:
     whole, above, below = {1: ("", "1", *values), 2: ("", *values)}.get(len(values), (*values, "", "")[:3])
-    return f"{whole} {above}/{below}".lstrip()
+    return f"{whole} {above}/{below}" if whole else f"{FRACTION}{above}/{below}"
 
 
 def _date(values: Values, named: Named) -> str | None:
@@ -291,6 +288,7 @@ FUNCTIONS: dict[str, Function] = by_name(
         (_with_reading, "nihongo|nihongo3|japonais|読み仮名|korean|chinese"),
         (_named_values, "zh|zh-cn|ko-hhrm"),
         (_chemistry, "chem|fchim"),
+        (lambda v, _: v[0].translate(RAISED) if re.fullmatch(r"[0-9+\-−n]+", v[0]) else v[0], "sup|exp"),
         (lambda v, _: " ".join(v[:2]), "bibleref"),
         (lambda v, _: f"{v[0]} [O.S. {v[2]}] {v[1]}" if len(v) == 3 else None, "oldstyledate|oldstyledatedy"),
         (lambda v, _: f"{v[0]}-class {v[1]}" if len(v) > 1 else None, "sclass|sclass2|sclass-"),

@@ -33,8 +33,8 @@ def split_array(stream: Stream) -> Iterator[Slice]:
 
     Elements longer than MAX_LINE are skipped. Raises BadInput if there is no array.
     """
-    # of the buffer: beginning of the open element, or of text outside of the array; end of the searched part. `skipped`: bytes of a too
-    # long element before
+    # `begin`: start in `buffer` of the open element, or of text outside the array; `searched`: end of the scanned part;
+    # `skipped`: bytes of the open element that were dropped from the buffer because it is too long
     buffer, begin, searched, skipped = b"", 0, 0, 0
     base, depth, in_string, behind = stream.begin, 0, False, 0
 

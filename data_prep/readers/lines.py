@@ -41,9 +41,9 @@ def with_line_feeds(text: bytes, head: bytes) -> bytes:
 def find_start(read: Callable[[int, int], bytes], start: int, kind: str) -> int:
     """Offset from which a range that begins at `start` has to be read to find the beginning of its first document.
 
-    `read` returns the text at (offset, bytes). For lines it is one byte before the range, for parts of a file one byte before the
-    last multiple of FILE_PART. For others it is the start of the line with the last non-space byte before the range, which also
-    shows whether that line is too long.
+    `read(offset, size)` returns text. For lines the result is one byte before the range; for parts of a file, one byte
+    before the last multiple of FILE_PART; for separators, the start of the last non-blank line before the range, which
+    also shows whether that line is too long.
     """
     if kind == "line":
         return start - 1

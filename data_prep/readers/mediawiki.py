@@ -57,7 +57,8 @@ def split_mediawiki(stream: Stream) -> Iterator[tuple[int, str]]:
 
 
 def read_head(chunks: Iterator[bytes]) -> tuple[frozenset[str], Iterator[bytes]]:
-    """The namespaces of links without text by the `<siteinfo>` at the beginning of a dump, if it has one; and all of `chunks`."""
+    """(namespaces whose links have no text, from the `<siteinfo>` at the start of a dump, if any; an iterator over all
+    of `chunks`, including those read here)."""
     seen, size, tail = [], 0, b""
     for chunk in chunks:
         seen.append(chunk)

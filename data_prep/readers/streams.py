@@ -1,8 +1,8 @@
-"""A stream: the unpacked bytes of a range of a file, or of a member of an archive, on their way to a splitter.
+"""Stream of decompressed bytes: the input of a splitter, from a range of a file or a member of an archive.
 
-A splitter is a function from a stream to (place, text) of each document; a place is an offset in the unpacked text, or a line. What it
-can't read it reports through the stream. Beginning and end of a document depend only on the bytes, not on chunks or ranges. Memory
-is bounded also for lines and documents without an end.
+A splitter yields (place, text) of each document of a stream; a place is an offset in the decompressed text, or a line
+number. It reports bad input through the stream's methods. Where a document begins and ends depends only on the bytes,
+not on chunks or ranges. Memory is bounded, also for lines and documents that never end.
 """
 
 from __future__ import annotations

@@ -83,10 +83,11 @@ def read_table(part: FileRange, options: ReadOptions, problems: Problems) -> Ite
         schema, groups = _row_groups(path) if part.format == "parquet" else (tables.arrow_reader(path).schema, [])
         columns = _find_columns(path, schema, options.text_field)
         outermost = list({names[0]: 0 for names in columns})
+        read = tuple(f"{name}." for name in outermost)
         for i in range(len(groups))[part.start : part.end]:
             for chunk in _columns_of(groups[i]):
                 bomb = chunk.total_uncompressed_size > max(BOMB_BYTES, BOMB_RATIO * chunk.total_compressed_size)
-                if bomb and chunk.path_in_schema.startswith(tuple(outermost)):
+                if bomb and f"{chunk.path_in_schema}.".startswith(read):
                     raise BadTable(f"{path}: row group {i} unpacks to more than {BOMB_RATIO} times its size")
         stream = tables.batches(part.format, path, outermost, part.start, part.end)
     while True:
@@ -123,7 +124,7 @@ def _find_columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
     for name in tables.field_names(text_field, schema.names):
         has, type_, path_of = list(schema), schema, []
         for part in tables.field_path(name, schema.names):
-            (field,) = [field for field in has if field.name in (part, part.removesuffix("[]"))] or [None]
+            field = next((field for field in has if field.name in (part, part.removesuffix("[]"))), None)
             if field is None:
                 names = ", ".join(field.name for field in has) or "none"
                 raise _NoColumn(f"{path}: no column {name!r} (it has {names}); name one with --text-field")
@@ -149,8 +150,8 @@ def _is_list(type_: Any) -> bool:
 
 
 def _values(column: Any, path: list[str]) -> list[bytes | None]:
-    """Texts at the end of `path` in an array, as bytes, after a check of the offsets; the caller checks UTF-8. Those of a list are
-    joined."""
+    """Texts of the nested field `path` in an Arrow array, as bytes; those of a list are joined. Validates offsets, not
+    UTF-8."""
     import pyarrow
     import pyarrow.compute as compute
     import pyarrow.types as types

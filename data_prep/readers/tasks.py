@@ -8,12 +8,11 @@ read from any position is unpacked first and cut like a plain file.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
-from itertools import chain, islice, pairwise, repeat
+from functools import partial
+from itertools import chain, islice, pairwise
+from pathlib import Path
 
 from data_prep.common.errors import BadInput, Problems, add_losses, refuse_failure
 from data_prep.common.records import (
@@ -32,7 +31,8 @@ from data_prep.readers import archives, decompress, detection, documents, files,
 from data_prep.readers.boundaries import EXPANSION
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO
 from data_prep.readers.elements import ELEMENTS
-from megabert.common import storage
+from megabert.common.logs import log
+from megabert.common.streaming import in_order
 
 # bytes of text in a range of a divided file
 RANGE_BYTES = 32 << 20
@@ -44,7 +44,7 @@ PROBES = 4
 TASK_BYTES = (4 << 20, 64 << 20)
 # number of tasks above which they become larger
 TASKS = 16_384
-# bytes (packed: a quarter) below which a file with a suffix of NAMED is not opened for planning
+# files smaller than this (compressed: a quarter of it) whose suffix is in NAMED are planned without opening them
 SMALL = 4 << 20
 NAMED = {".txt": "", ".text": "", ".jsonl": "", ".ndjson": "", ".arrow": "", ".parquet": "", **decompress.SUFFIXES}
 # files in a call of a thread
@@ -60,13 +60,17 @@ RATIO_FILES = 8
 PlannedFile = tuple[str, list[FileRange], Problems, float]
 
 
-def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Problems) -> list[RangeList]:
-    """The ranges of all files of each corpus in order. A file named twice is read once. Empty files are counted and skipped.
+def list_ranges(
+    corpora: Sequence[Corpus], options: ReadOptions, problems: Problems, output: Path | None = None
+) -> list[RangeList]:
+    """The ranges of all files of each corpus in order. A file named twice is read once. Empty files are counted and
+    skipped. If the build's `output` lies inside an input folder, its files are skipped.
 
     Raises BadInput naming the file that can't be read.
     """
-    seen, notices = files.SeenFiles(), files.Notices()
-    _real_folder.cache_clear()
+    seen, notices = files.SeenFiles(), files.InputNotices()
+    files.real_folder.cache_clear()
+    own = os.path.join(os.path.realpath(output), "") if output else ""
     several = bool(source_names(corpora))
 
     def corpus_ranges(number: int, corpus: Corpus) -> Iterator[FileRange]:
@@ -77,7 +81,11 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
                 modules = (FileRange(path, format=PYDOC, size=size) for path, size in pydoc_corpus.files())
                 planned = ((os.path.realpath(module.path), [module], Problems("skip"), 0.0) for module in modules)
             else:
-                planned = _plan_all(files.expand(item, problems, notices), options, problems.policy, threads)
+                paths = files.expand(item, problems, notices)
+                if own and os.path.isdir(item) and own[:-1].startswith(os.path.join(os.path.realpath(item), "")):
+                    log.info(f"--input {item}: all but {output}, the folder of this build")
+                    paths = (path for path in paths if not files.real_path(path).startswith(own))
+                planned = _plan_all(paths, options, problems.policy)
             for real, parts, its_problems, size in planned:
                 if seen.add(real):
                     _refuse_large(parts, size, max(1.0, corpus.weight))
@@ -85,24 +93,16 @@ def list_ranges(corpora: Sequence[Corpus], options: ReadOptions, problems: Probl
                     add_losses(problems.lost, its_problems.lost)
                     yield from (replace(part, source=source) for part in parts)
 
-    with ThreadPoolExecutor(THREADS) as threads:
-        ranges = [RangeList(corpus_ranges(number, corpus)) for number, corpus in enumerate(corpora)]
+    ranges = [RangeList(corpus_ranges(number, corpus)) for number, corpus in enumerate(corpora)]
     notices.log()
     return ranges
 
 
-def _plan_all(
-    paths: Iterator[str], options: ReadOptions, policy: str, threads: ThreadPoolExecutor
-) -> Iterator[PlannedFile]:
+def _plan_all(paths: Iterator[str], options: ReadOptions, policy: str) -> Iterator[PlannedFile]:
     """Results of `_plan_file` for all paths, in order."""
-    plan = partial(_plan_file, options, policy)
-    waiting: deque[Future[list[PlannedFile]]] = deque()
     some = iter(lambda: list(islice(paths, LISTED_AT_ONCE)), [])
-    # a bounded number waits, since files are many; empty ones at the end flush the last ones
-    for names in chain(some, repeat([], 2 * THREADS)):
-        waiting.append(threads.submit(lambda names: list(map(plan, names)), names))
-        if len(waiting) > 2 * THREADS:
-            yield from waiting.popleft().result()
+    plan = partial(_plan_file, options, policy)
+    return chain.from_iterable(in_order(lambda names: list(map(plan, names)), some, THREADS, 2 * THREADS))
 
 
 def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile:
@@ -132,21 +132,7 @@ def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile:
         problems.add(path, documents.UNKNOWN, size)
     except OSError as error:
         problems.unreadable(path, error)
-    return _real(path), ranges, problems, max(map(_uncut_size, ranges), default=0.0)
-
-
-def _real(path: str) -> str:
-    if storage.is_url(path):
-        return path
-    if os.path.islink(path):
-        return os.path.realpath(path)
-    folder, name = os.path.split(path)
-    return os.path.join(_real_folder(folder), name)
-
-
-@lru_cache(maxsize=1024)
-def _real_folder(folder: str) -> str:
-    return os.path.realpath(folder)
+    return files.real_path(path), ranges, problems, max(map(_uncut_size, ranges), default=0.0)
 
 
 def _unpack_first(file: FileRange, options: ReadOptions) -> FileRange:
@@ -244,13 +230,14 @@ def _weight(part: FileRange) -> int:
 def unpacked_bytes(tasks: Sequence[ReadTask]) -> int:
     """Unpacked bytes of the files of tasks, by the ratio of the first bytes of some compressed ones."""
     ranges = (part for task in tasks for part in task.ranges)
-    packed = RangeList(part for part in ranges if not part.index and (part.compression or part.format == "parquet"))
+    grows = ("parquet", "zip")
+    packed = RangeList(part for part in ranges if not part.index and (part.compression or part.format in grows))
     size = sum(task.size for task in tasks)
     if not packed:
         return size
     tried = list(islice(packed, 0, None, -(-len(packed) // RATIO_FILES)))
     ratio = sum(map(_ratio, tried)) / len(tried)
-    return int(size + (ratio - 1) * packed.size)
+    return round(size + (ratio - 1) * packed.size)
 
 
 def _ratio(part: FileRange) -> float:
@@ -258,8 +245,10 @@ def _ratio(part: FileRange) -> float:
     try:
         if part.format == "parquet":
             return tables.ratio(part.path)
+        if part.format == "zip":
+            return archives.names_and_size(part.path)[1] / max(part.size, 1)
         with files.open_regular(part.path) as file:
-            return decompress.ratio(file.read(detection.HEAD_BYTES), part.compression)
+            return decompress.ratio(file, part.compression) or EXPANSION
     except (BadInput, OSError) as error:
         refuse_failure(error)
         return EXPANSION

@@ -15,7 +15,8 @@ TYPES = ("warcinfo", "response", "request", "metadata", "resource", "revisit", "
 
 
 def split_wet(stream: Stream) -> Iterator[Slice]:
-    """The content of each record of type `conversion`, as long as its header says. Records of other types are counted and dropped."""
+    """The content of each record of type `conversion`, Content-Length bytes long. Records of other types are counted
+    and dropped."""
     file, offset, lost = as_file(stream.chunks), 0, 0
     while True:
         line = file.readline(HEAD)
@@ -29,11 +30,13 @@ def split_wet(stream: Stream) -> Iterator[Slice]:
             lost += len(line) if lost or line.strip() else 0
             continue
         header: dict[bytes, bytes] = {}
-        while len(header) < HEADER_LINES and (line := file.readline(HEAD)).strip():
+        for _ in range(HEADER_LINES):
+            line = file.readline(HEAD)
             offset += len(line)
+            if not line.strip():
+                break
             name, _, value = line.partition(b":")
             header[name.strip().lower()] = value.strip()
-        offset += len(line)
         size, kind = header.get(b"content-length", b""), header.get(b"warc-type", b"").decode(errors="replace")
         if not size.isdigit() or len(size) > 18:
             stream.bad(offset, BAD, "a WARC record without its Content-Length")

@@ -21,7 +21,7 @@ from megabert.data.text import CLOSING, GLUED_END, INVISIBLE, SCRIPT_TERMINALS, 
 
 # what is dropped from pages that are kept, for the report
 UNKNOWN_TEMPLATE = "sentences with a template of unknown text"
-AS_FOOTNOTE = "templates of unknown text behind a sentence"
+AS_FOOTNOTE = "templates of unknown text after a sentence"
 NO_FORMULA, LIST_ITEM = "sentences with a formula or a tag as text", "list items that are not sentences"
 SECTION = "sections of references and links"
 # Marks of a template and of a formula without text. XML has neither character.
@@ -62,11 +62,15 @@ TAG = re.compile(r"</?[a-zA-Z][\w-]*(?:\s*/?>|\s[^<>]{0,200}=[^<>]*>)|<ref\b[^<>
 # the apostrophe of ''Eagle'''s, behind italics
 POSSESSIVE = re.compile(r"(?<!')''([^'\n]{1,80})'''(?=s\b)")
 QUOTES = re.compile(r"'{2,}")
+BEHIND_NUMBER = re.compile(rf"(?<=\d){inline_templates.FRACTION}")
 MAGIC = re.compile(r"__[A-Z]{3,}__|-\{|\}-")
 LEFT_OVER = re.compile(r"\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}|\|-+")
-HOLLOW = re.compile(r"\([\s,;:]*\)")
+# empty parentheses, unless they follow a name as in main()
+HOLLOW = re.compile(r"(?<![A-Za-z0-9_])\([\s,;:]*\)")
+# not before a name, as in .NET
+FULL_STOP = re.compile(r" \.(?!\w)")
 OPENED = re.compile(r"\([\s,;]+")
-TIDIED = ((" ,", ","), (" .", "."), (" )", ")"), (",)", ")"), (";)", ")"), (" )", ")"))
+TIDIED = ((" ,", ","), (" )", ")"), (",)", ")"), (";)", ")"), (" )", ")"))
 SPACES = re.compile(r"[ \t\xa0]{2,}")
 LIST_WORDS = 5
 # headings of sections without prose, from which on text is dropped up to a heading of the same level
@@ -93,7 +97,7 @@ FOOTNOTE = re.compile(rf"(?<=[.!?…{re.escape(''.join(sorted(SCRIPT_TERMINALS))
 def prose(wikitext: str, no_text: frozenset[str] = NO_TEXT, changed: Counter[str] | None = None) -> str:
     """Plain text of wikitext: a paragraph a line, headings before prose, list items that are sentences.
 
-    `no_text`: namespaces, in lower case, of links without text. What is dropped beside markup is counted in `changed`.
+    `no_text`: lower-case namespaces whose links have no text. Dropped text other than markup is counted in `changed`.
     """
     changed = Counter() if changed is None else changed
     text = _without_extensions(wikitext)
@@ -108,25 +112,29 @@ def prose(wikitext: str, no_text: frozenset[str] = NO_TEXT, changed: Counter[str
             text = POSSESSIVE.sub(rf"\1{inline_templates.APOSTROPHE}", text)
         text = QUOTES.sub("", text)
     text = text.replace(inline_templates.APOSTROPHE, "'")
+    text = BEHIND_NUMBER.sub(" ", text).replace(inline_templates.FRACTION, "")
     if "<" in text:
         text = TAG.sub("", BREAK.sub("\n", SCRIPT.sub(_script, text)))
     if "-{" in text:
         text = VARIANT.sub(r"\1", text)
     text = OPENED.sub("(", HOLLOW.sub("", LEFT_OVER.sub(" ", MAGIC.sub("", text))))
     text = SPACES.sub(" ", text)
+    text = FULL_STOP.sub(".", text)
     for old, new in TIDIED:
         text = text.replace(old, new)
     return _lines(text, changed)
 
 
 def _script(match: re.Match[str]) -> str:
-    """Raised numbers as such, 10⁶; lowered ones only behind a digit, H2O but 101₂."""
-    text = match[2]
+    """Superscript numbers as characters (10⁶) or with a caret (10^6.5); subscripts as characters only after a digit
+    (101₂, H2O)."""
+    text, behind_digit = match[2], match.string[max(match.start() - 1, 0)].isdigit()
+    is_raised = match[1].lower() == "sup"
     if not NUMBER.fullmatch(text):
-        return text
-    if match[1].lower() == "sup":
+        return f"^{text}" if is_raised and behind_digit and text[0].isdigit() else text
+    if is_raised:
         return text.translate(RAISED)
-    return text.translate(LOWERED) if match.string[max(match.start() - 1, 0)].isdigit() else text
+    return text.translate(LOWERED) if behind_digit else text
 
 
 def _without_extensions(text: str) -> str:
@@ -286,7 +294,8 @@ def _is_sentence(line: str) -> bool:
 
 
 def _without_gaps(line: str, changed: Counter[str]) -> str:
-    """The line without sentences that have a gap; a template directly behind a sentence is taken for a footnote."""
+    """The line without sentences that contain a gap. A template directly after a sentence counts as a footnote and is
+    dropped alone."""
     line, footnotes = FOOTNOTE.subn("", line)
     changed[AS_FOOTNOTE] += footnotes
     if not any(map(str.isalpha, line)):

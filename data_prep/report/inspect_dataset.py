@@ -28,8 +28,8 @@ from megabert.data import shards
 from megabert.data.masking import Masked, MaskingConfig, MaskingVocabulary, mask
 from megabert.data.tokenizer import Tokenizer
 
-# most rows counted, spread over the dataset
-HISTOGRAM_ROWS = 1 << 16
+# most rows counted, spread over the dataset, and rows in memory at once
+HISTOGRAM_ROWS, READ_ROWS = 1 << 16, 1 << 12
 # lines and characters of a histogram's bars
 BINS, BAR = 16, 50
 LABELS = {0: "next", 1: "random next", -1: "no pair"}
@@ -104,7 +104,9 @@ def _dataset(folder: str | Path, samples: int, masking: MaskingConfig) -> list[s
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     if tokenizer.sha256 != m.tokenizer["sha256"]:
         raise ValueError(f"{tokenizer.path}: not the tokenizer that {folder} was built with (SHA-256 differs)")
-    lengths = dataset.read(np.arange(0, m.rows, -(-m.rows // HISTOGRAM_ROWS))).bounds[:, :, 0].astype(np.int64)
+    counted = np.arange(0, m.rows, -(-m.rows // HISTOGRAM_ROWS))
+    parts = (counted[at : at + READ_ROWS] for at in range(0, len(counted), READ_ROWS))
+    lengths = np.concatenate([dataset.read(rows).bounds[:, :, 0] for rows in parts]).astype(np.int64)
     used = lengths > 0
     held_out = f"{m.held_out['rows']:,} rows" if m.held_out else "0 rows"
     if m.held_out and "passages" in m.held_out:

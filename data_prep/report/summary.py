@@ -138,7 +138,7 @@ def losses_text(read: ItemResult) -> str:
 
 def _find_option(reason: str) -> str:
     """The option behind a reason for which documents or lines are dropped, in brackets; "" if there is none."""
-    options = dict.fromkeys((*dedup.REASONS.values(), dedup.LOST), "--dedup none") | {
+    options = dict.fromkeys((*dedup.REASONS.values(), dedup.ONLY_REPEATED), "--dedup none") | {
         "left out by weight": "--weight", "null value": "--text-field", "no text field": "--text-field",
         "invalid UTF-8": "--encoding-errors replace", "lone surrogate": "--encoding-errors replace",
     }  # fmt: skip

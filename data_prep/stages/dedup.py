@@ -1,9 +1,9 @@
 """Duplicates among documents and paragraphs, found by key ranges.
 
-Records (key, number) are sorted within each task, then compared by ranges of keys. Memory is that of one range, and the first
-document in input order is kept. The result of a range is the numbers to drop; each task converts its numbers to a mask over its
-sentences for later stages. Whether a document is dropped depends only on hashes of its words and on numbers, not on the order of work.
-Legend: c pairs, n keys.
+Records (key, document number) are sorted within each task, then compared one key range at a time, which bounds memory.
+The first document in input order is kept. A range yields the numbers of the documents to drop; each task turns its
+numbers into a mask over its sentences for later stages. The result depends only on word hashes and document numbers,
+not on the order of execution. Legend: c pairs, n keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANGE_RECORDS = 1 << 21
 # pairs whose signatures are in memory at once: 32 MiB
 PAIRS_AT_ONCE = 1 << 14
 REASONS = {"documents": "exact duplicate", "near": "near duplicate"}
-LOST = "repeated paragraphs alone"
+ONLY_REPEATED = "nothing but repeated paragraphs"
 
 _mapped_signatures: dict[tuple[str, int], np.ndarray] = {}
 
@@ -49,7 +49,7 @@ class TaskMask:
 
 
 def run(stages: Stages, job: BuildJob, tasks: list[ReadTask], documents: list[ItemResult]) -> list[KeptDocuments]:
-    """Find the duplicates among the documents of all tasks that reading kept; returns what is left of each task."""
+    """Find duplicates among the documents that reading kept; returns the remaining documents of each task."""
     mask = _find_duplicates(stages, job, documents) if job.options.dedup else ""
     return [
         KeptDocuments(
@@ -186,7 +186,7 @@ def mask_documents(job: BuildJob, item: TaskMask) -> ItemResult:
         hashes = work_files.read(job, f"read-{item.task:07d}.paragraphs", PARAGRAPH)["hash"]
         # a hash of 0 marks a paragraph that is too short to compare
         left = np.repeat(keep, table["paragraphs"]) & (hashes != 0)
-        records = work_files.by_key(keyed(hashes[left], numbers(item.task, 0, len(hashes))[left]))
+        records = work_files.sort_by_key(keyed(hashes[left], numbers(item.task, 0, len(hashes))[left]))
         work_files.write(job, f"keep-{item.task:07d}.paragraphs-keys", records, result)
         result.facts["paragraphs"] = len(records)
     return result
@@ -207,7 +207,7 @@ def mask_paragraphs(job: BuildJob, item: TaskMask) -> ItemResult:
     document = np.repeat(np.arange(len(table)), table["sentences"])
     had, has = (np.bincount(document[mask], minlength=len(table)) > 0 for mask in (before, after))
     dropped = before & ~after
-    result.drop(LOST, int((had & ~has).sum()), 0, 0)
+    result.drop(ONLY_REPEATED, int((had & ~has).sum()), 0, 0)
     result.counts["repeated paragraphs"] += int(repeated.sum())
     result.counts["dropped sentences"] += int(dropped.sum())
     result.counts["dropped tokens"] += int(lengths[dropped].sum())

@@ -1,6 +1,7 @@
 """Documents that reading kept: their records, their numbers, and how later stages load them.
 
-The number of a document is that of its task, and its index among the documents which the task kept; a paragraph's likewise.
+A document's number is its task's number << TASK_SHIFT | its index among the task's kept documents; likewise for
+paragraphs.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def task_and_index(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class KeptDocuments:
-    """Documents of a task: its corpus, the mask of sentences that applies ("" | keep | trim), the tokens of documents or passages that are
-    held out, and the files that the documents are from, if their texts are saved."""
+    """Documents of a task that later stages use: its corpus, the sentence mask ("" none, keep, trim: see `dedup`), the
+    number of held-out tokens, and, if texts are saved, the documents' source files."""
 
     task: int
     corpus: int

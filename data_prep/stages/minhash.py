@@ -24,7 +24,8 @@ from megabert.data.text import NO_SPACES, Form, clean_word, writes_without_space
 _UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
 UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
-# values in a signature; with 128 a similarity of 0.33, that of many pairs of stubs ("X may refer to:"), often passes for 0.45
+# values in a signature. With 128, pairs of similarity 0.33, such as stubs ("X may refer to:"), often exceed a
+# threshold of 0.45
 PERMUTATIONS = 256
 # values in a band; fewer make too many false candidates in a large corpus, more miss copies
 ROWS = 4

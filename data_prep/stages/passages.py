@@ -13,21 +13,23 @@ import numpy as np
 
 from data_prep.common.arrays import range_indices, segment_counts, segment_hashes
 from data_prep.executor.journal import Stages
-from data_prep.executor.work_files import BuildJob, ItemResult, tokenizer_of, total
+from data_prep.executor.work_files import BuildJob, ItemResult, job_tokenizer, total
 from data_prep.stages.kept import KeptDocuments
 from data_prep.tokens.encoder import Encoded
 from megabert.common.logs import log
 
-# smallest number of held-out whole documents, and largest factor between their tokens and the share
-FEWEST_DOCUMENTS, MISS = 5, 2
+# whole documents are held out only if at least FEWEST_DOCUMENTS are, with --held-out's share of tokens up to a factor
+# of MAX_DEVIATION
+FEWEST_DOCUMENTS, MAX_DEVIATION = 5, 2
 # tokens of a passage; fewer, down to LEAST, if a passage would exceed the share
 TOKENS, LEAST = 1024, 128
 
 
-def are_needed(share: float, read: ItemResult) -> bool:
-    """Whether held-out whole documents, of all that were `read`, would be too few, or too much or too little text for the share."""
+def needs_passages(share: float, read: ItemResult) -> bool:
+    """Whether to hold out passages instead of documents: whole documents would be too few, or miss `share` by too
+    much. `read`: totals of reading."""
     asked = share * (read.counts["tokens read"] - read.counts["dropped tokens"])
-    fits = asked / MISS <= read.counts["held-out tokens"] <= asked * MISS
+    fits = asked / MAX_DEVIATION <= read.counts["held-out tokens"] <= asked * MAX_DEVIATION
     return share > 0 and not (fits and read.counts["held-out documents"] >= FEWEST_DOCUMENTS)
 
 
@@ -39,7 +41,7 @@ def run(
     Nothing is held out of a text of a single passage, or if less than the longest row would remain.
     """
     share, read = job.options.held_out, total(documents)
-    if not are_needed(share, read):
+    if not needs_passages(share, read):
         return job, kept
     tokens = read.counts["tokens read"] - read.counts["dropped tokens"]
     job = replace(job, passage=min(TOKENS, max(LEAST, int(share * tokens))), held_limit=0)
@@ -109,7 +111,7 @@ def _cut(job: BuildJob, unit: Encoded) -> tuple[np.ndarray, np.ndarray]:
     at = np.repeat(first, cuts) + range_indices(1, cuts) * size
     ends = np.cumsum(unit.sentence_lengths)
     sentence = ends[np.searchsorted(ends, at)]
-    begins = tokenizer_of(job).word_start[unit.tokens]
+    begins = job_tokenizer(job).word_start[unit.tokens]
     word = np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))[at]
     word = np.where(word > at - size // 2, word, at)
     at = np.where(sentence < at + size // 2, sentence, word)

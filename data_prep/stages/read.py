@@ -1,7 +1,6 @@
-"""Reading: the documents of a task, cleaned, judged and encoded once for all row lengths.
+"""Reading stage: documents of a task are cleaned, filtered and encoded once for all row lengths.
 
-A dropped document is counted under its reason with its sentences and tokens, so that totals read are the sums of kept and dropped
-ones.
+Dropped documents, sentences and tokens are counted by reason, so the totals read are the sums of kept and dropped ones.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from data_prep.common.errors import Problems, printable
 from data_prep.common.records import AUTO, ReadTask
 from data_prep.executor import work_files
 from data_prep.executor.journal import Stages
-from data_prep.executor.work_files import BuildJob, ItemResult, appending, tokenizer_of
+from data_prep.executor.work_files import BuildJob, ItemResult, appending, job_tokenizer
 from data_prep.filters import rules
 from data_prep.readers.documents import read_documents
 from data_prep.stages import minhash, texts
@@ -34,7 +33,7 @@ from megabert.common.logs import log
 STAGE = "read"
 # characters encoded at once: about 260,000 words
 CHARACTERS_AT_ONCE = 3 << 19
-# blocks or lines of a document that may be documents
+# a document with at least so many blocks or lines may in fact be many documents: warn
 MANY_PARTS = 300
 
 
@@ -87,7 +86,7 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
 def _shared_encoder(job: BuildJob) -> tuple[WordEncoder, SharedWords]:
     """The encoder with its cache of words, and the words shared with other workers, of the process."""
     folded, with_texts = job.needs_folded(), job.needs_texts()
-    encoder = WordEncoder(tokenizer_of(job), work_files.id_dtype(job), folded, with_texts)
+    encoder = WordEncoder(job_tokenizer(job), work_files.id_dtype(job), folded, with_texts)
     key = f"{job.tokenizer_sha256[:16]}-{folded:d}{with_texts:d}"
     return encoder, SharedWords(job.work, key)
 
@@ -115,7 +114,7 @@ def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
             if pending:
                 files.add(encoder.finish(), pending)
     except BaseException:
-        _shared_encoder.cache_clear()  # it has half a task in it, and this process may continue with another build
+        _shared_encoder.cache_clear()  # the encoder holds documents of this task, and the process may run another build
         raise
     files.finish()
     if new_words := encoder.take_new_words():
@@ -130,7 +129,7 @@ def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
 
 
 def warn_of_large_documents(job: BuildJob, results: Sequence[ItemResult]) -> None:
-    """Warn if the largest document of plain text may be many, unless an option says what a document is."""
+    """Warn if the largest plain-text document may be several documents, unless --text-documents was given."""
     found = [result.facts["largest"] for result in results if result.facts.get("largest", {}).get("kind")]
     if not found or job.options.text_documents != AUTO:
         return
@@ -141,7 +140,7 @@ def warn_of_large_documents(job: BuildJob, results: Sequence[ItemResult]) -> Non
     if kind != largest["kind"] and largest[parts] >= MANY_PARTS:
         log.warning(
             f"{largest['source']}: 1 document of {largest['bytes'] / 1e6:.1f} MB has {largest[parts]:,} {shown}; "
-            f"--text-documents {kind} makes each a document, --text-documents {largest['kind']} keeps it"
+            f"add --text-documents {kind} to split it, or --text-documents {largest['kind']} to keep it as one"
         )
 
 
@@ -192,7 +191,7 @@ class _TaskFiles:
     def finish(self) -> None:
         """Write the sorted keys, and facts of the task."""
         for name, parts in self._keys.items():
-            records = work_files.by_key(np.concatenate(parts))
+            records = work_files.sort_by_key(np.concatenate(parts))
             work_files.write(self._job, f"{self._stem}.{name}-keys", records, self._result)
         self._result.facts |= {"most unknown": self._unknown.most_common(1), "sources": list(self._sources)}
 
@@ -221,11 +220,11 @@ class _TaskFiles:
         codes[table["tokens"] == 0] = reasons.index("empty")
         if weight < 1:
             codes[(codes == 0) & ~choose_share(table["hash"], weight)] = reasons.index("left out by weight")
-        contents = batch.encoded.document_texts() if options.own_filters else []
-        for i in np.flatnonzero(codes == 0).tolist() if options.own_filters else ():
+        contents = batch.encoded.document_texts() if options.custom_filters else []
+        for i in np.flatnonzero(codes == 0).tolist() if options.custom_filters else ():
             document, tokens = documents[i], int(table["tokens"][i])
             metadata = {"source": document.path, "document": document.offset, "tokens": tokens}
-            if reason := options.own_objection(contents[i], metadata):
+            if reason := options.custom_filter_reason(contents[i], metadata):
                 reasons += [reason] * (reason not in reasons)
                 codes[i] = reasons.index(reason)
         for code in np.unique(codes[codes != 0]).tolist():
@@ -243,7 +242,7 @@ class _TaskFiles:
         if "documents" in options.dedup:
             self._keys["documents"].append(keyed(table["hash"][keep], of_kept))
         if "near" in options.dedup:
-            units = minhash.units(batch, [document.paragraphs for document in documents], tokenizer_of(job).form)
+            units = minhash.units(batch, [document.paragraphs for document in documents], job_tokenizer(job).form)
             signatures = minhash.signatures(units, options.near_words, options.near_characters)[keep]
             self._files["signatures"](signatures)
             bands = minhash.band_keys(signatures)
@@ -269,7 +268,7 @@ class _TaskFiles:
         )
         counts["kept tokens"] += len(tokens)
         counts["kept characters"] += int(characters.sum())
-        counts["unknown tokens"] += int((tokens == tokenizer_of(self._job).unk_id).sum())
+        counts["unknown tokens"] += int((tokens == job_tokenizer(self._job).unk_id).sum())
         counts["unknown characters"] += int(unknown.sum())
         for i in np.flatnonzero(unknown).tolist():
             self._unknown[documents[i].path] += int(unknown[i])

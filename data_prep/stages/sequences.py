@@ -18,7 +18,7 @@ import numpy as np
 from data_prep.common.arrays import choose_share, range_indices
 from data_prep.executor.journal import Stages
 from data_prep.executor.output_folder import HELD_OUT
-from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText, appending, id_dtype, tokenizer_of, total
+from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText, appending, id_dtype, job_tokenizer, total
 from data_prep.stages import packing, passages
 from data_prep.stages.kept import KeptDocuments
 from data_prep.tokens.encoder import Encoded
@@ -39,9 +39,9 @@ AT_ONCE = 1 << 15
 PAIR_SPECIALS, SINGLE_SPECIALS = 3, 2
 # random numbers drawn together
 DRAWS = 4096
-# Truncation of pairs loses most of a text without sentence ends (transcripts without punctuation, tables, a script with unknown
-# marks). Sentences are split if more than LONG_SHARE of a unit's tokens are in sentences longer than LONG_ROWS rows, which does not
-# occur in text with sentence ends; into PARTS parts a row, so that truncation loses little, of at least SHORTEST tokens.
+# Truncating pairs would lose most of a text without sentence ends (transcripts, tables, scripts with unknown
+# punctuation). If more than LONG_SHARE of a unit's tokens are in sentences longer than LONG_ROWS rows, which normal
+# text never reaches, sentences are split into parts of 1 / PARTS of a row, but at least SHORTEST tokens.
 LONG_ROWS, LONG_SHARE, PARTS, SHORTEST = 2, 0.2, 12, 8
 # share of sequences with a shorter, uniformly distributed target length
 SHORT_SHARE = 0.1
@@ -86,11 +86,11 @@ def run(
     stages: Stages, job: BuildJob, kept: list[KeptDocuments], seq_len: int, folder: Path
 ) -> list[tuple[RowSplit, ItemResult]]:
     """Draw all sequences of `seq_len`. Returns the held-out split, if there is any, and the training split, with their totals."""
-    groups = held_groups(kept, seq_len)
+    groups = group_held_out(kept, seq_len)
     draws = [SequenceDraw(TRAIN, i, seq_len, (part,)) for i, part in enumerate(kept)]
     drawn = stages.map(f"pairs {seq_len}", draw, job, [*groups, *draws])
     held, train = total(drawn[: len(groups)]), total(drawn[len(groups) :])
-    check(train, seq_len)
+    check_totals(train, seq_len)
     slots = packing.choose_slots(train.lengths, seq_len)
     splits = [(RowSplit(TRAIN, seq_len, len(draws), slots, str(folder)), train)]
     if held.counts["sequences"]:
@@ -98,7 +98,7 @@ def run(
     return splits
 
 
-def held_groups(parts: list[KeptDocuments], seq_len: int) -> list[SequenceDraw]:
+def group_held_out(parts: list[KeptDocuments], seq_len: int) -> list[SequenceDraw]:
     """Groups of consecutive tasks whose held-out documents make about one unit."""
     groups: list[SequenceDraw] = []
     members: list[KeptDocuments] = []
@@ -115,7 +115,7 @@ def held_groups(parts: list[KeptDocuments], seq_len: int) -> list[SequenceDraw]:
 
 def draw(job: BuildJob, item: SequenceDraw) -> ItemResult:
     """Write KIND-LENGTH-INDEX.{meta,ids}: SEQUENCE records ordered by key, and their ids in that order."""
-    result, tokenizer = ItemResult(), tokenizer_of(job)
+    result, tokenizer = ItemResult(), job_tokenizer(job)
     sources: np.ndarray | None = None
     if item.kind == TRAIN:
         units = _train_units(job, item.parts[0], result)
@@ -202,7 +202,7 @@ def _held_unit(job: BuildJob, parts: tuple[KeptDocuments, ...], result: ItemResu
 
 
 def _choose(job: BuildJob, seq_len: int, unit: Encoded, rng: np.random.Generator) -> SequenceSpans:
-    tokenizer = tokenizer_of(job)
+    tokenizer = job_tokenizer(job)
     if not job.options.nsp:
         return filled_rows(unit, seq_len - SINGLE_SPECIALS, SHORT_SHARE, tokenizer.word_start, rng)
     capacity = seq_len - PAIR_SPECIALS
@@ -226,7 +226,7 @@ class SequenceSpans:
 
 
 def _draw_uniform(rng: np.random.Generator, count: int) -> Iterator[list[float]]:
-    """So many uniform numbers at a time."""
+    """Endless iterator over lists of `count` uniform random numbers in [0, 1)."""
     while True:
         yield from reversed(rng.random((DRAWS, count)).tolist())
 
@@ -393,16 +393,17 @@ def _ends_clause(token: str) -> bool:
     return bool(last) and unicodedata.category(last) in ("Po", "Pd", "Pe", "Pf") and last not in "'\"*#%&@/\\."
 
 
-def check(drawn: ItemResult, seq_len: int) -> None:
-    """Warn if the training sequences of `seq_len`, with totals `drawn`, are poor. Raises TooLittleText if they fill no row."""
+def check_totals(drawn: ItemResult, seq_len: int) -> None:
+    """Raises TooLittleText if the training sequences fill no row; warns if most pairs are random or many tokens are
+    truncated. `drawn`: their totals."""
     c = drawn.counts
     if c["tokens"] < seq_len:
         raise TooLittleText(
-            f"--input: the corpus makes only {c['tokens']} tokens, less than one row of {seq_len}; give more text"
+            f"--input: the corpus has only {c['tokens']} tokens, less than one row of {seq_len}; add more text"
         )
     if c["random next"] > MAX_RANDOM * c["pairs"]:
         log.warning(
-            f"rows of {seq_len}: {c['random next'] / c['pairs']:.0%} of the pairs have a random second part instead of half: "
+            f"rows of {seq_len}: {c['random next'] / c['pairs']:.0%} of the pairs have a random second sentence, expected 50%: "
             f"documents have {c['sentences'] / max(1, c['documents']):.1f} sentences on average, and a single sentence has no "
             "next one (leave out --nsp for rows without pairs; --text-documents sets where documents end)"
         )

@@ -2,8 +2,8 @@
 
 A merge of random key ranges: every row order is possible, and memory is that of one bucket. Sequences are on disk in key order, a
 run for each task. A bucket is a key range of all runs; its sequences are packed in key order, and its rows shuffled. The dataset
-is the buckets in order, whose number depends only on the corpus. For a large corpus adjacent runs are merged first, which leads to
-the same rows with hundreds of times fewer opened files.
+is the buckets in order; their number depends only on the corpus. For a large corpus adjacent runs are merged first:
+the rows are the same, with hundreds of times fewer files to open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_BUCKET_TOKENS = 1 << 23
 STREAM_SHUFFLE = 2
 # sequences whose positions stay in a core's cache
 SEQUENCES_AT_ONCE = 1 << 10
-# most files opened in a stage: at 30 microseconds each 16 s of a build of an hour
+# maximum number of file opens in a stage: 16 s at 30 µs each, in a build of an hour
 MAX_OPENS = 1 << 19
 # number of runs after merging, if there would be more files to open
 MERGED_RUNS = 64
@@ -72,7 +72,7 @@ def bucket_count(tokens: int, shard_tokens: int) -> int:
 
 
 def merges(split: RowSplit, tokens: int, buckets: int) -> list[Merge]:
-    """Groups of adjacent runs to merge before this many buckets are made; none if all of these may open every run.
+    """Groups of adjacent runs to merge first; [] if `buckets` buckets may each open every run (MAX_OPENS).
 
     A merge has about MAX_BUCKET_TOKENS of all `tokens` in memory.
     """
@@ -126,7 +126,7 @@ def _gather(runs: list[tuple[np.ndarray, np.ndarray]], index: int, count: int) -
         records["start"] = records["start"] - first + used
         used += tokens
         metas.append(records)
-    return work_files.by_key(np.concatenate(metas)), np.concatenate(ids)
+    return work_files.sort_by_key(np.concatenate(metas)), np.concatenate(ids)
 
 
 def process_bucket(job: BuildJob, bucket: Bucket) -> ItemResult:

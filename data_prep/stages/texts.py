@@ -20,7 +20,7 @@ from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import Append, BuildJob, ItemResult
 from data_prep.stages.kept import DOCUMENT, KeptDocuments
 from data_prep.tokens.encoder import Encoded
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 
 FOLDER = "text"
 PART = "part-{:07d}.parquet"
@@ -45,7 +45,8 @@ def write(
 
 
 def run(stages: Stages, job: BuildJob, kept: list[KeptDocuments]) -> None:
-    """Write the documents of all tasks, and BY_SOURCE, to the output, and remove parts of the input before a resume."""
+    """Write the documents of all tasks and BY_SOURCE to the output; deletes stale parts of a build resumed with
+    changed input."""
     folder = Path(job.output, FOLDER)
     folder.mkdir(exist_ok=True)
     saved = stages.map("texts", save, job, kept)
@@ -59,7 +60,7 @@ def run(stages: Stages, job: BuildJob, kept: list[KeptDocuments]) -> None:
     table = io.StringIO()
     rows = ((source, documents[source], tokens[source]) for source in sorted(tokens, key=lambda s: (-tokens[s], s)))
     csv.writer(table, lineterminator="\n").writerows([("source", "documents", "tokens"), *rows])
-    write_whole(Path(job.output, BY_SOURCE), table.getvalue().encode())
+    write_atomically(Path(job.output, BY_SOURCE), table.getvalue().encode())
 
 
 def save(job: BuildJob, part: KeptDocuments) -> ItemResult:
@@ -96,6 +97,6 @@ def save(job: BuildJob, part: KeptDocuments) -> ItemResult:
         path = Path(job.output, FOLDER, PART.format(part.task))
         with io.BytesIO() as file:
             parquet.write_table(pa.table(columns), file, compression="zstd")
-            write_whole(path, file.getvalue())
+            write_atomically(path, file.getvalue())
         work_files.record_output(job, path, result)
     return result

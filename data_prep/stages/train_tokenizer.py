@@ -15,8 +15,8 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from data_prep.readers.tasks import unpacked_bytes
 from data_prep.stages.read import CleanDocument, clean_documents
 from data_prep.text import sentences
 from data_prep.tokens.encoder import word_facts
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 from megabert.common.logs import log
 from megabert.data.text import Form, clean_word
 from megabert.data.tokenizer import (
@@ -52,10 +52,12 @@ from megabert.data.tokenizer import (
 )
 
 SAMPLE, TRAIN = "sample", "train"
+# prefix of the sentences of held-out documents, which train a tokenizer only where there are no others
+HELD = "held"
 # tasks sampled of a corpus
 SAMPLED_TASKS = 128
 THREADS = 2
-# steps of a unigram score in 1: fp32 sums are then exact down to -65,536, some thousand tokens
+# unigram scores are rounded to multiples of 1/256, so that fp32 sums are exact down to -65,536 (thousands of tokens)
 STEPS = 256
 # SentencePiece's names of the first special tokens
 ROLES = ("pad", "unk", "bos", "eos")
@@ -63,8 +65,8 @@ ROLES = ("pad", "unk", "bos", "eos")
 FORM_NAMES = {"nfc": "NFC", "nfkc": "NFKC", "none": "none"}
 # characters; longer sentences are cut
 MAX_SENTENCE = 4096
-# Letters that Turkish and Azerbaijani have, about 7% of a text's characters, and hardly another language. From a share of
-# TURKIC_SHARE on the text is taken for one of these.
+# Letters of Turkish and Azerbaijani (about 7% of their texts' characters) that are rare in other languages. A text
+# with at least TURKIC_SHARE of them is assumed to be in one of these languages.
 TURKIC = "ıİğ"
 TURKIC_SHARE = 0.01
 
@@ -92,7 +94,7 @@ def run(stages: Stages, job: BuildJob, tasks: list[ReadTask], given: Tokenizer |
         _warn_of_casing(job.options, [result.counts for result in samples])
         return Tokenizer.load(job.path(output_folder.TOKENIZERS[job.options.kind]))
     for name, data in given.files().items():
-        write_whole(Path(job.path(name)), data)  # other jobs may be reading it
+        write_atomically(Path(job.path(name)), data)  # other jobs may be reading it
     same = copy.copy(given)
     same.path = Path(job.path(given.file_name))
     return same
@@ -130,45 +132,65 @@ def sample_shares(tasks: list[ReadTask], options: BuildOptions, weights: Sequenc
     return shares
 
 
+@dataclass
+class _Sentences:
+    """Sentences of a sample, a line each, until there are as many characters as there is `room` for."""
+
+    room: int
+    form: Form
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, paragraphs: Sequence[str]) -> None:
+        for paragraph in paragraphs:
+            for sentence in sentences.split(paragraph):
+                for at in range(0, len(sentence), MAX_SENTENCE):
+                    words = sentence[at : at + MAX_SENTENCE].split(" ")
+                    self.lines.append(" ".join(clean_word(word, self.form) for word in words))
+                self.room -= len(sentence)
+            if self.room <= 0:
+                break
+
+
 def sample(job: BuildJob, share: SampleShare) -> ItemResult:
-    """Write sample-INDEX.txt: a sentence a line, without the documents that are filtered out or that a hash of their words holds out;
-    held-out passages, which are chosen later, may be in it."""
-    documents: list[list[str]] = []
-    size = share.size
-    # a fact for errors; the build counts what it drops when it reads it
+    """Write sample-INDEX.txt: a sentence a line, without the documents that are filtered out; those that a hash of their words holds
+    out are in held-INDEX.txt. Held-out passages, which are chosen later, may be in either."""
+    # only for error messages: documents dropped here are counted again by the reading stage
     read, problems = ItemResult(), Problems(job.on_error)
-    for document in clean_documents(share.task, job, problems):
-        if reason := _own_objection(document, job) if job.options.own_filters else "":
-            read.dropped[reason] += 1
-            continue
-        size -= document.size
-        documents.append(document.paragraphs)
-        if size <= 0:
-            break
+    stream, left = clean_documents(share.task, job, problems), share.size
+    trained, held_out = (_Sentences(share.size, normal_form(job.options)) for _ in range(2))
+    while left > 0 and (some := list(_read_some(stream, left, job, read))):
+        documents, words = _without_lines([document.paragraphs for document in some], job)
+        verdicts = rules.judge(words, job.options.rules)
+        read.dropped += Counter(rules.REASONS[verdict] for verdict in verdicts[verdicts > 0].tolist())
+        held = words.document_hashes(job.options.seed) < job.held_limit
+        # documents that rules drop are replaced by others
+        for i in np.flatnonzero(verdicts == 0).tolist():
+            read.dropped["empty"] += not any(map(str.strip, documents[i]))
+            (held_out if held[i] else trained).add(documents[i])
+            left -= some[i].size
     read.problems, read.lost = problems.counts, problems.lost
     read.dropped += problems.dropped
-    read.counts["documents read"] = len(documents) + read.dropped.total()
-    documents, words = _without_lines(documents, job)
-    verdicts = rules.judge(words, job.options.rules)
-    read.dropped += Counter(rules.REASONS[verdict] for verdict in verdicts[verdicts > 0].tolist())
-    wanted = verdicts == 0
-    read.dropped["empty"] += sum(not any(map(str.strip, documents[i])) for i in np.flatnonzero(wanted).tolist())
-    wanted &= words.document_hashes(job.options.seed) >= job.held_limit
-    lines: list[str] = []
-    size, form = share.size, normal_form(job.options)
-    for i in np.flatnonzero(wanted).tolist():
-        for paragraph in documents[i]:
-            for sentence in sentences.split(paragraph):
-                lines.append(" ".join(clean_word(word, form) for word in sentence[:MAX_SENTENCE].split(" ")))
-                size -= len(sentence)
-            if size <= 0:
-                break
+    read.counts["documents read"] += problems.dropped.total()
     result = ItemResult(facts={"read": read.as_json()})
-    text = "".join(line + "\n" for line in lines)
-    result.counts["sampled characters"] = len(text)
-    result.counts["sampled Turkic letters"] = sum(map(text.count, TURKIC))
-    work_files.write(job, f"sample-{share.index:06d}.txt", np.frombuffer(text.encode(), np.uint8), result)
+    for kind, of in ((SAMPLE, trained), (HELD, held_out)):
+        text = "".join(line + "\n" for line in of.lines)
+        result.counts["sampled characters"] += len(text)
+        result.counts["sampled Turkic letters"] += sum(map(text.count, TURKIC))
+        work_files.write(job, f"{kind}-{share.index:06d}.txt", np.frombuffer(text.encode(), np.uint8), result)
     return result
+
+
+def _read_some(stream: Iterator[CleanDocument], size: int, job: BuildJob, read: ItemResult) -> Iterator[CleanDocument]:
+    """The next documents of so many bytes, without those that filters of the user drop, which `read` counts."""
+    for document in stream:
+        read.counts["documents read"] += 1
+        if reason := _custom_filter_reason(document, job) if job.options.custom_filters else "":
+            read.dropped[reason] += 1
+            continue
+        yield document
+        size -= document.size
+        if size <= 0:
+            return
 
 
 def _without_lines(documents: list[list[str]], job: BuildJob) -> tuple[list[list[str]], WordFacts]:
@@ -179,7 +201,7 @@ def _without_lines(documents: list[list[str]], job: BuildJob) -> tuple[list[list
     return documents, word_facts(documents, folded, form)
 
 
-def _own_objection(document: CleanDocument, job: BuildJob) -> str:
+def _custom_filter_reason(document: CleanDocument, job: BuildJob) -> str:
     """The reason for which one of the user's own filters drops a document, or "". Reading shows them neither empty ones nor those
     that rules drop."""
     options, left = job.options, document.paragraphs
@@ -193,7 +215,7 @@ def _own_objection(document: CleanDocument, job: BuildJob) -> str:
     if not text:
         return ""
     # tokens are unknown before there is a tokenizer
-    return options.own_objection(
+    return options.custom_filter_reason(
         text, {"source": document.path, "document": document.offset, "tokens": len(text.split())}
     )
 
@@ -201,9 +223,10 @@ def _own_objection(document: CleanDocument, job: BuildJob) -> str:
 def train_item(job: BuildJob, count: int) -> ItemResult:
     """Write the tokenizer's files, trained on the samples 0 to count - 1."""
     lines: list[str] = []
-    for index in range(count):
-        with open(job.path(f"sample-{index:06d}.txt"), encoding="utf-8", newline="\n") as file:
-            lines += file.read().split("\n")[:-1]
+    for kind in (SAMPLE, HELD):
+        for index in range(count) if not lines else ():
+            with open(job.path(f"{kind}-{index:06d}.txt"), encoding="utf-8", newline="\n") as file:
+                lines += file.read().split("\n")[:-1]
     result = ItemResult()
     for name, data in train_files(lines, job.options).items():
         work_files.write(job, name, np.frombuffer(data, np.uint8), result)
@@ -233,7 +256,8 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             rules_file.write(_character_rules(options))
             rules_file.flush()
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=(line.translate(ESCAPES) for line in lines),  # it leaves out lines with ▅
+                # SentencePiece skips lines that contain ▅
+                sentence_iterator=(line.translate(ESCAPES) for line in lines),
                 model_writer=model,
                 vocab_size=options.vocab_size,
                 model_type="unigram" if options.model_type == "unigram" else "bpe",
@@ -251,9 +275,9 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             raise _too_few(options, int(least.group(1))) from None
         largest = re.search(r"value <= (\d+)", text)
         if largest or "ocabulary size" in text or "vocab_size" in text:
-            hint = f"; the largest that works is {largest.group(1)}" if largest else ""
+            hint = f" to at most {largest.group(1)}" if largest else ""
             raise TooLittleText(
-                f"--vocab-size: {options.vocab_size} tokens are more than the corpus gives{hint}, or give more text"
+                f"--vocab-size: {options.vocab_size} is too large for this corpus; lower it{hint}, or add more text"
             ) from None
         raise
     proto = _parse(model.getvalue())
@@ -282,8 +306,8 @@ def _character_rules(options: BuildOptions) -> str:
 
 def _too_few(options: BuildOptions, least: int) -> BadInput:
     return BadInput(
-        f"--vocab-size: {options.vocab_size} tokens are too few, as the corpus' characters alone take {least}; give more, or a "
-        "lower --character-coverage"
+        f"--vocab-size: {options.vocab_size} is too small: the corpus' characters alone need {least}; "
+        "raise it, or lower --character-coverage"
     )
 
 

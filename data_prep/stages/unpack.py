@@ -1,4 +1,4 @@
-"""Unpacking of large compressed files that can't be cut as they are: gzip, xz, zstd, bzip2 of few streams.
+"""Decompression of large files that cannot be read from the middle: gzip, xz, zstd, and bzip2 with few streams.
 
 One process reads a file from its first byte to its last and writes spools, zstd files of RANGE_BYTES of text each. The file is
 then cut into ranges of its text like the unpacked file, with the same tasks.
@@ -22,7 +22,7 @@ from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult, write
 from data_prep.options import BuildOptions
 from data_prep.readers import decompress, documents, tasks
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 
 # zstd's level: a spool costs a third of its text on disk and 3 ns a byte
 LEVEL = 1
@@ -41,7 +41,8 @@ class PackedFile:
 
 
 def run(stages: Stages, job: BuildJob, ranges: Sequence[RangeList]) -> Sequence[RangeList]:
-    """`ranges` in which each file that needs unpacking, if there is any, is replaced by ranges of its text; writes stream-INDEX.index."""
+    """Unpack the files marked `unpack_first`; returns `ranges` with each of them replaced by ranges of its text. Writes
+    stream-INDEX.index for each."""
     numbered = enumerate(chain.from_iterable(ranges))
     packed = [PackedFile(index, file) for index, file in numbered if file.unpack_first]
     # Unpacked text is kept for other options: those used by unpacking, such as the format, are in the items.
@@ -58,7 +59,7 @@ def run(stages: Stages, job: BuildJob, ranges: Sequence[RangeList]) -> Sequence[
             yield file
             return
         name = f"stream-{index:07d}.index"
-        write_whole(Path(job.path(name)), json.dumps(spools_of[index]).encode())
+        write_atomically(Path(job.path(name)), json.dumps(spools_of[index]).encode())
         if size := sum(spool[1] for spool in spools_of[index]):
             yield from tasks.cut(replace(file, index=name, unpack_first=False), size)
 

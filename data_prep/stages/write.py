@@ -21,7 +21,7 @@ from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.options import BLOCK_ROWS
 from data_prep.stages.sequences import HELD, RowSplit
 from megabert.common import storage
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 from megabert.data import shards
 from megabert.data.shards.manifest import SHARD, SOURCES
 
@@ -57,12 +57,12 @@ def run(
     unknown: dict[str, float],
     held: WrittenSplit | None,
 ) -> WrittenSplit:
-    """Write the shards of a split from the rows of `packed`, and their sources if recorded. Removes other shards, and another held-out
-    part, of the input before a resume.
+    """Write the shards of a split from the rows of `packed`, and their sources if recorded. Deletes stale shards, and
+    a stale held-out part, of a build that was resumed with changed input.
 
-    `drawn`: the totals of its sequences; `unknown`: as of `read.unknown`; `held`: the held-out part of a dataset.
+    `drawn`: totals of the split's sequences; `unknown`: see `read.unknown`; `held`: the held-out part of the dataset.
     """
-    folder, tokenizer = Path(split.folder), work_files.tokenizer_of(job)
+    folder, tokenizer = Path(split.folder), work_files.job_tokenizer(job)
     folder.mkdir(parents=True, exist_ok=True)
     sources = {}
     if job.sources and split.kind == HELD:
@@ -159,7 +159,7 @@ def save_sources(job: BuildJob, item: tuple[RowSplit, int]) -> ItemResult:
         np.save(file, rows, allow_pickle=False)
         data = file.getvalue()
     path = Path(split.folder, SOURCES)
-    write_whole(path, data)
+    write_atomically(path, data)
     result.facts["sources"] = {"file": SOURCES, "sha256": hashlib.sha256(data).hexdigest(), "names": list(job.sources)}
     work_files.record_output(job, path, result)
     return result

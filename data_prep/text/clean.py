@@ -11,7 +11,7 @@ import re
 from html.entities import html5
 from itertools import pairwise
 
-from megabert.data.text import CONTROLS, GLUED, GLUED_END
+from megabert.data.text import CONTROLS, GLUED, GLUED_END, NO_SPACES
 
 # bytes in which CONTROLS are spaces
 _SPACED = bytes(32 if CONTROLS.match(chr(byte)) else byte for byte in range(256))
@@ -27,6 +27,9 @@ ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{
 # most times that an entity was escaped; more would take quadratic time for a long `&amp;amp;amp;…`
 MAX_ESCAPES = 16
 BLANK_LINES = re.compile(r"\n\s*\n")
+_UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
+# a line end inside text of a script without spaces between words
+UNSPACED_WRAP = re.compile(rf"(?<=[{_UNSPACED}])[ \t]*\n[ \t]*(?=[{_UNSPACED}])")
 # first bytes of these marks
 _GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})
 
@@ -78,8 +81,11 @@ def paragraphs(text: str, markup: bool, glued: bool = True) -> list[str]:
     if markup and "&" in text:
         text = unescape(text)
         glued = glued or any(mark in text for mark in GLUED)
+    wrapped = not markup and is_hard_wrapped(text)
+    if wrapped and not text.isascii():
+        text = UNSPACED_WRAP.sub("", text)
     if glued:
         text = GLUED_END.sub(r"\1 ", text)
-    if not markup and is_hard_wrapped(text):
+    if wrapped:
         return BLANK_LINES.split(text)
     return text.split("\n")

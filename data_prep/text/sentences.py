@@ -32,7 +32,9 @@ FOREIGN_SHARE, CAPITAL_SHARE = 0.25, 0.01
 # shorter documents without capitals may be captions
 LOWER_WORDS = 50
 
-OPENERS = "\"'([{\u201c\u2018\u00ab\u00bf\u00a1*_"
+OPENERS = "\"'([{\u201c\u2018\u201e\u201a\u00ab\u00bb\u2039\u203a\u00bf\u00a1*_"
+# also of languages that close with what opens in English
+END_CLOSERS = CLOSERS + "\u201c\u2018\u00ab\u2039\u203a"
 TERMINALS = ".!?\u2026\u3002\uff01\uff1f\u0964\u061f"
 # Marks typed instead of a script's marks, after a letter of it: Armenian ":", Greek ";", Ethiopic "::".
 STAND_INS = {
@@ -50,7 +52,7 @@ _ABBREVIATIONS = """
 ABBREVIATIONS = frozenset(_ABBREVIATIONS.split())
 # Abbreviations only with a capital ("No. 5"); in lower case they are words that may end a sentence.
 CASED_ONLY = frozenset(("no", "nos", "art", "mar", "jun", "sec", "ch", "ed", "co", "mt", "ft", "est", "fig"))
-LAST = frozenset(TERMINALS + CLOSERS)
+LAST = frozenset(TERMINALS + END_CLOSERS)
 SCRIPT_LAST = SCRIPT_TERMINALS | frozenset(CLOSERS + WIDE_CLOSERS + ":;\u1361")
 # by the last byte of a word
 _MAY_END = np.array([byte >= 0x80 or chr(byte) in LAST | SCRIPT_LAST for byte in range(256)])
@@ -60,7 +62,7 @@ def can_end(word: str) -> bool:
     """Whether a sentence may end after `word` by PLAIN: a terminal mark before closing marks, not of an abbreviation."""
     if not word or word[-1] not in LAST:
         return False
-    bare = word.rstrip(CLOSERS)
+    bare = word.rstrip(END_CLOSERS)
     if not bare or bare[-1] not in TERMINALS:
         return False
     if bare[-1] != ".":

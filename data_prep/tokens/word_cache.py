@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from data_prep.common.arrays import segment_hashes
 from data_prep.filters.measures import FACTS
-from megabert.common.files import appearing_file
+from megabert.common.files import atomic_file
 
 # only the first tasks of a build share words, since later ones have few new ones
 SHARING_TASKS = 256
@@ -132,7 +132,7 @@ class SharedWords:
         name = f"{self._key}-{task:03d}.npz"
         self._known.add(name)
         folded = np.zeros(0, np.uint64) if words.folded is None else words.folded
-        with appearing_file(self._folder / name, synced=False) as file:
+        with atomic_file(self._folder / name, synced=False) as file:
             rows = words.rows.view(np.uint8)  # npz files have no padded types
             np.savez(file, hashes=words.hashes, rows=rows, tokens=words.tokens, folded=folded)
 

@@ -22,9 +22,11 @@ from the step.
 from megabert.checkpoint.compatibility import (
     FREE,
     check_compatible,
+    check_not_finished,
     cursor_after,
+    drop_incomparable_losses,
     flatten_settings,
-    note_changes,
+    log_changes,
     refuse_other_tokenizer,
     refuse_other_vocabulary,
 )

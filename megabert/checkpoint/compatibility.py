@@ -12,6 +12,7 @@ from megabert.common import storage
 from megabert.common.logs import log
 from megabert.common.run_files import TOKENIZER_FILES
 from megabert.config import Config, ScheduleConfig, flat, list_phases, phase_at
+from megabert.data.masking import held_out_masking
 from megabert.data.shards import Manifest as DataManifest
 from megabert.optim.schedule import limit_reached, share_used
 
@@ -51,8 +52,8 @@ def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         number = phase_at(list_phases(config), used) + 1
         if number < len(starts):
             raise ValueError(
-                f"cannot resume: the run is in phase {len(starts)}, and by the phases and the budget given it would be back in "
-                f"phase {number}; set a budget or shares by which phase {len(starts) - 1} is over"
+                f"cannot resume: the run is in phase {len(starts)}, but the given phases and budget put it back in "
+                f"phase {number}; choose a budget or shares with which phase {len(starts) - 1} has ended"
             )
     phases = list(zip(list_phases(saved_config), list_phases(config), strict=False))[: len(starts)]
     for number, (old, new) in enumerate(phases):
@@ -63,17 +64,37 @@ def _check_phases(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
             _check_equal(f"phases.{number + 1}: {name}", *values)
 
 
-def note_changes(saved: Mapping[str, Any], config: Config, extend: bool) -> None:
-    """Log each setting that differs from the checkpoint's. Raises ValueError if the run was finished and would continue by the
-    new schedule, unless `extend`."""
+def log_changes(saved: Mapping[str, Any], config: Config) -> None:
+    """Log each setting that differs from the checkpoint's."""
     old, new = flatten_settings(saved["config"]), flatten_settings(config.model_dump())
     for name in old | new:
         if old.get(name) != new.get(name):
             log.info(f"{name} was {old.get(name)!r} and is {new.get(name)!r} from here on")
+
+
+def check_not_finished(saved: Mapping[str, Any], config: Config, extend: bool) -> None:
+    """Raises ValueError if the run had finished and the new schedule would continue it, unless `extend`."""
     used = saved["step"], saved["seconds"] / 60, saved["tokens"]
     was_finished = limit_reached(ScheduleConfig.model_validate(saved["config"]["schedule"]), *used)
     if was_finished and not limit_reached(config.schedule, *used) and not extend:
         raise ValueError("this run is finished, but the given schedule is longer; add --extend to continue training")
+
+
+def drop_incomparable_losses(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """A checkpoint's state without the losses that are not comparable under `config`: the spike policy's, if masking,
+    model or teacher changed; the best held-out loss, if the held-out rows or their masking changed."""
+    state, old = dict(saved), Config.model_validate(saved["config"])
+    number = len(saved.get("phase_starts", [0])) - 1
+    phases = (list_phases(each)[number].config for each in (old, config))
+    was, now = ((phase.data.masking, phase.distill, phase.model) for phase in phases)
+    if was != now:
+        state["losses_by_objective"] = {}
+    patient = not config.eval.patience or saved.get("since_best", 0) < config.eval.patience  # else the run has ended
+    if patient and (held_out_masking(old), old.eval.rows) != (held_out_masking(config), config.eval.rows):
+        if saved.get("best_step", -1) >= 0:
+            log.info("held-out rows or their masking were changed: the next evaluation counts as the best")
+        state |= {"best_step": -1, "since_best": 0}
+    return state
 
 
 def flatten_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,21 +137,24 @@ def refuse_other_tokenizer(config: Config, state: Mapping[str, Any], manifest: D
 
 
 def _newest_state(source: Path) -> dict[str, Any]:
-    """The state in a checkpoint folder, or in a run folder's newest checkpoint, whose files are not verified; {} without one. Raises
-    DamagedCheckpoint."""
+    """The state of a checkpoint folder, or of a run folder's newest checkpoint, without verifying its files; {} if
+    there is none. Raises DamagedCheckpoint."""
     folders = [source, *sorted(source.glob("checkpoints/step-*"), reverse=True)]
     newest = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
     return read_manifest(newest)["state"] if newest else {}
 
 
 def cursor_after(source: Mapping[str, Any], config: Config, manifest: DataManifest) -> int:
-    """The update of the data at which a run starts that is initialised from another run, of state `source`: after all rows of that
-    run if dataset and seed, and therefore order and masks, are the same; otherwise 0, also if that run had phases."""
+    """The data cursor of a run that starts from another run's checkpoint with state `source`.
+
+    Continues after that run's rows if dataset and seed, and so order and masks, are the same; otherwise 0, also if
+    that run had phases.
+    """
     same = source.get("dataset") == manifest.fingerprint
     if not same or source["config"]["seed"] != config.seed or source["config"]["phases"]:
         return 0
     size = list_phases(config)[0].config.batch.global_size
     cursor = -(-source.get("cursor", 0) * source["config"]["batch"]["global_size"] // size)
     if cursor:
-        log.info(f"the data is that run's: training continues after its rows, at update {cursor:,} of the data")
+        log.info(f"same dataset and seed as that run: training starts after its rows, at update {cursor:,} of the data")
     return cursor

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megabert.common.chain import SEAL
-from megabert.common.errors import tried_again
+from megabert.common.errors import with_retries
 from megabert.common.files import refuse_newer, sealed, write_tensors
 from megabert.distributed.ranks import World
 from megabert.engine.zero_layout import WEIGHT, ParameterSlice, Snapshot
@@ -32,7 +32,7 @@ from megabert.optim.guarded import MOMENTS as OPTIMIZER_MOMENTS
 
 SCHEMA = 3
 MANIFEST = "manifest.json"
-# Groups of tensors, of which a rank writes one file each, and the group of each kind.
+# A rank writes one file per group of tensors; GROUPS has the group of each kind of tensor.
 WEIGHTS, MOMENTS = "weights", "moments"
 GROUPS = {WEIGHT: WEIGHTS} | dict.fromkeys(OPTIMIZER_MOMENTS, MOMENTS)
 # (parameter, first element, number of elements)
@@ -127,7 +127,7 @@ def read_manifest(path: Path, weights_only: bool = False) -> dict[str, Any]:
 
     Raises DamagedCheckpoint unless its bytes are those that were written, OSError if reading fails repeatedly.
     """
-    manifest = parse_manifest(tried_again(lambda: _plain(path / MANIFEST).read_bytes()), path.name)
+    manifest = parse_manifest(with_retries(lambda: _plain(path / MANIFEST).read_bytes()), path.name)
     if weights_only:
         manifest["files"] = {n: entry for n, entry in manifest["files"].items() if n.startswith(WEIGHTS)}
     return manifest
@@ -151,13 +151,13 @@ def _problem(manifest: Mapping[str, Any], data: bytes) -> str:
     if sealed(manifest, SEAL) != data:
         return "damaged: it does not match its own SHA-256"
     if manifest["schema"] > SCHEMA:
-        return ""  # which is no damage
+        return ""  # a later version's, not damage: `refuse_newer` reports it
     if manifest["schema"] != SCHEMA:
-        return f"layout {manifest['schema']}, where this program reads {SCHEMA}"
+        return f"unsupported format {manifest['schema']}, expected {SCHEMA}"
     both = has_moments(manifest["engine"])
     expected = {name for name, (group, _) in place_files(manifest).items() if both or group == WEIGHTS}
     wrong = sorted(expected ^ manifest["files"].keys())
-    return f"its slices are in other files than it names ({wrong[0]!r})" if wrong else ""
+    return f"its fields 'files' and 'parameters' disagree ({wrong[0]!r})" if wrong else ""
 
 
 def share(files: Mapping[str, Mapping[str, Any]], rank: int, ranks: int) -> list[tuple[str, Mapping[str, Any]]]:
@@ -174,7 +174,7 @@ def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -
         with file.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         if digest != entry["sha256"]:
-            raise DamagedCheckpoint(f"{path.name}/{name} has another SHA-256 than when it was saved")
+            raise DamagedCheckpoint(f"{path.name}/{name}: its SHA-256 differs from the manifest's")
 
 
 def _plain(file: Path) -> Path:
@@ -184,7 +184,7 @@ def _plain(file: Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is missing") from None
     if not stat.S_ISREG(mode):
-        raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is not a plain file")
+        raise DamagedCheckpoint(f"{file.parent.name}/{file.name} is not a regular file")
     return file
 
 
@@ -212,8 +212,9 @@ class StoredTensors:
         files: Mapping[tuple[str, int], Any],
         world: World,
     ) -> None:
-        """`place`: its name in messages; `parameters`: as in a manifest; `single`: parameters without a second moment; `files`: files
-        that this rank has opened, by group and the rank that wrote them. Each file is opened on one rank only."""
+        """`place`: path for error messages; `parameters`: a manifest's field; `single`: parameters without a second
+        moment; `files`: files that this rank has opened, by (group, rank that wrote it). Each file is opened on one
+        rank only."""
         self._place, self._single, self._files, self._world = place, single, files, world
         self.shapes: dict[str, list[int]] = {name: entry["shape"] for name, entry in parameters.items()}
         self._slices: dict[str, list[tuple[int, int, int]]] = {name: [] for name in parameters}
@@ -227,7 +228,7 @@ class StoredTensors:
         files = {places[name]: open_file(path, name) for name, _ in share(manifest["files"], world.rank, world.size)}
         return cls(path, manifest["parameters"], set(manifest["first_moment_only"]), files, world)
 
-    def whole(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
+    def gather_all(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
         """Kind, name and all elements (flat, fp32) of every parameter that has this kind; the same on every rank. A collective.
 
         The all-reduce sums the bits as integers, which is exact: as floats, -0.0 + 0.0 would be 0.0. Raises as `refuse_non_finite`.
@@ -279,7 +280,7 @@ def check_files(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -
             if group == of_file and not (kind == OPTIMIZER_MOMENTS[1] and name in single)
         }
         if _headers(path, file) != listed:
-            raise DamagedCheckpoint(f"{path.name}/{file} holds other slices than the manifest lists")
+            raise DamagedCheckpoint(f"{path.name}/{file}: its tensors differ from those that the manifest lists")
 
 
 def _headers(path: Path, name: str) -> dict[str, tuple[str, list[int]]]:

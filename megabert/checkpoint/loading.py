@@ -1,4 +1,4 @@
-"""Weights and moments out of the checkpoints of another run, and the checkpoint of step 0 that a conversion writes."""
+"""Loading weights and moments from another run's checkpoint, and writing the step-0 checkpoint of a converted model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megabert.checkpoint.store import STEP, Checkpoints, committed_step
 from megabert.common import errors
 from megabert.common.run_files import checkpoint_name
 from megabert.config import CheckpointConfig
-from megabert.distributed.ranks import RankRefused, World, discover
+from megabert.distributed.ranks import RankError, World, discover
 from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice, Snapshot
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     checkpoints = Checkpoints(source, _lone_rank())
     path = _find_newest(checkpoints, weights_only=True)
     stored = StoredTensors.of_checkpoint(path, checkpoints.manifest, checkpoints.world)
-    weights = {name: weight.view(stored.shapes[name]) for _, name, weight in stored.whole(WEIGHT)}
+    weights = {name: weight.view(stored.shapes[name]) for _, name, weight in stored.gather_all(WEIGHT)}
     return weights, checkpoints.state
 
 
@@ -46,7 +46,7 @@ def start_engine(
     try:
         path = _find_newest(checkpoints, weights_only=not moments)
     except ValueError as error:
-        raise RankRefused(f"init_from={source}: {error}", errors.exit_code(error)) from error
+        raise RankError(f"init_from={source}: {error}", errors.exit_code(error)) from error
     if moments:
         _check_moments(checkpoints.manifest, source, engine.config.optimizer.name)
     check(checkpoints.state)
@@ -71,7 +71,7 @@ def kept_manifests(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     changed."""
     checkpoints = Checkpoints(run_dir, _lone_rank())
     for step in checkpoints.steps():
-        if problem := checkpoints.problem(checkpoints.folder / checkpoint_name(step)):
+        if problem := checkpoints.verify(checkpoints.folder / checkpoint_name(step)):
             raise ValueError(f"{checkpoints.folder}: {problem}")
         yield checkpoints.manifest
 
@@ -81,17 +81,15 @@ def newest_step(run_dir: str | Path) -> int | None:
     return committed_step(Path(run_dir) / "checkpoints")
 
 
-def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """Write fp32 `weights` as the checkpoint of step 0 of a run folder, without moments; returns its folder.
+def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Write fp32 `weights` as the checkpoint of step 0 of a run folder, without moments.
 
     No other process may write to the run folder. `state` as in `Checkpoints.save`, without "step".
     """
     slices = [ParameterSlice(name, 0, {WEIGHT: weight.reshape(-1)}) for name, weight in weights.items()]
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     checkpoints = Checkpoints(run_dir, _lone_rank(), CheckpointConfig(asynchronous=False))
-    path = checkpoints.save_snapshot(Snapshot(shapes, slices, [], START), {**state, "step": 0}, time.perf_counter())
-    assert path is not None
-    return path
+    checkpoints.save_snapshot(Snapshot(shapes, slices, [], START), {**state, "step": 0}, time.perf_counter())
 
 
 def _lone_rank() -> World:
@@ -103,7 +101,7 @@ def _find_newest(checkpoints: Checkpoints, weights_only: bool = False) -> Path:
     ValueError."""
     path = checkpoints.run_dir
     if (path / MANIFEST).is_file() and STEP.fullmatch(path.resolve().name):
-        if problem := checkpoints.problem(path, weights_only):
+        if problem := checkpoints.verify(path, weights_only):
             raise ValueError(problem)
         return path
     newest = checkpoints.latest(weights_only=weights_only)

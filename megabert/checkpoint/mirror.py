@@ -1,10 +1,11 @@
-"""The copy of a run in a store (`checkpoint.mirror`), from which the same command goes on where the disk is empty.
+"""Mirror of a run in an object store (`checkpoint.mirror`), from which the same command resumes on an empty disk.
 
     URL/lock/00000001                       the job that writes there, as in `checkpoint.run_lock`
     URL/checkpoints/step-00001000/…         its manifest is written last, and removed first: without it there is no checkpoint
     URL/checkpoints/chain.jsonl, URL/config.json, …   the run's other files as of the newest checkpoint, or later
 
-Rank 0 uploads in a thread after every commit. What the run removes by its rules is removed there too.
+Rank 0 uploads in a thread after every commit. Checkpoints that the run deletes (`checkpoint.keep`) are deleted there
+too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megabert.checkpoint.run_lock import serialize, this_process, wait_for_end
 from megabert.checkpoint.store import POINTER, REPLACED, SAVING, obsolete_steps
 from megabert.common import chain, storage
 from megabert.common.errors import Failed, describe
-from megabert.common.files import put_folder, sync, write_whole
+from megabert.common.files import replace_folder, sync, write_atomically
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, checkpoint_name
 from megabert.common.run_files import IN_CHECKPOINT as STEP
@@ -34,20 +35,23 @@ from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World, on_main_long
 
 # files of the run folder that are not part of the run
-BESIDE = re.compile(r"\..*|.*\.tmp|hang-.*|slow-ranks\.json")
+NOT_MIRRORED = re.compile(r"\..*|.*\.tmp|hang-.*|slow-ranks\.json")
 # as in `run_lock`, for a store that answers slowly
 BEAT, LIMIT, POLL = 10.0, 90.0, 1.0
 
 
-def opened(
+def open_mirror(
     settings: CheckpointConfig,
     run_dir: Path,
     world: World,
     progress: Callable[[], None],
     uploaded: Callable[[float], None],
 ) -> Mirror | None:
-    """The mirror of a run whose lock this job has, after copying from it what the run folder lacks, on rank 0; callables as of `Mirror`. A
-    collective. Raises ValueError if another job writes there or another run is there, Failed if the store fails."""
+    """Open the mirror of a run whose lock this job holds, and download what the run folder lacks; the Mirror on rank
+    0, None elsewhere and without a mirror. `progress` and `uploaded`: see `Mirror`.
+
+    A collective. Raises ValueError if another job or another run uses the URL, Failed if the store fails.
+    """
     if not settings.mirror:
         return None
     mirror = Mirror(settings, run_dir, progress, uploaded)
@@ -62,32 +66,33 @@ class Mirror:
         self, settings: CheckpointConfig, run_dir: Path, progress: Callable[[], None] = lambda: None,
         uploaded: Callable[[float], None] = lambda seconds: None,
     ) -> None:  # fmt: skip
-        """`progress` is called often while files are copied to the run folder, and after files that the end of the run waits for;
-        `uploaded` with the seconds of each upload of a checkpoint."""
-        # as the URLs of its files, with no slash too many
+        """`progress()` is called while files are downloaded, and while `close` waits for uploads; `uploaded(seconds)`
+        after each upload of a checkpoint."""
+        # normalised like the URLs that `storage.list_objects` returns, without a trailing slash
         self.url = storage.join(settings.mirror, "").rstrip("/")
         self.settings, self.run_dir = settings, run_dir
         self._progress, self._uploaded_in = progress, uploaded
         self.lock = MirrorLock(self.url)
-        # steps that are there whole, with their manifests
+        # manifests of the checkpoints that are complete in the store, by name
         self._there: dict[str, bytes] = {}
         self._changed, self._ending = threading.Event(), False
         self._problem: Exception | None = None
-        # files uploaded by this process
-        self._uploaded = 0
+        # parts of files that this process has sent
+        self._parts = 0
         self._thread: threading.Thread | None = None
 
     # -- downloading -------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Take the lock, and copy what the run folder lacks."""
-        self.lock.take()
+        self.lock.acquire()
         self.restore()
 
     def restore(self) -> None:
-        """Copy the newest whole checkpoint, the best one, and the run's other files here, unless the run folder has one as new. Raises
-        Failed if the store fails, ValueError if there are checkpoints but none is whole."""
-        files = list(storage.below(self.url))
+        """Download the newest complete checkpoint, the best one and the run's other files, unless the run folder has a
+        checkpoint as new. Raises Failed if the store fails, ValueError if the store has checkpoints but none is
+        usable."""
+        files = list(storage.list_objects(self.url))
         if not (steps := self._whole_steps(files)):
             return
         self._refuse_other_run(files)
@@ -109,22 +114,24 @@ class Mirror:
                     self._put_step(best)
                 (self.run_dir / BEST).unlink(missing_ok=True)
                 (self.run_dir / BEST).symlink_to(Path("checkpoints", best))
-            self._put_step(step)  # last: where it is, nothing is copied at the next start
+            self._put_step(step)  # last: once it exists, the next start downloads nothing
             if reasons:
                 log.warning(f"{'; '.join(reasons)}: going back to {step}")
             log.info(f"{self.url}: {step} is copied to {self.run_dir}")
             return
-        raise ValueError(f"{self.url}: no checkpoint is whole ({'; '.join(reasons)}); name another place")
+        raise ValueError(f"checkpoint.mirror={self.url}: no usable checkpoint ({'; '.join(reasons)}); set another URL")
 
     def replace_step(self, step: str) -> bool:
-        """Replace a checkpoint here by the one there; whether there is one, and it is whole. Raises Failed if the store fails."""
+        """Replace a local checkpoint by the mirror's copy; returns False if the mirror has none or a damaged one.
+        Raises Failed if the store fails."""
         if self._fetch_step(step):
             return False
         self._put_step(step)
         return True
 
     def _whole_steps(self, files: list[str]) -> list[str]:
-        """The checkpoints that have a manifest there, oldest first: those that the store lists, and the newest, which a list may lack."""
+        """Names of the store's checkpoints with a manifest, oldest first. The newest comes from pointer.json, since a
+        listing may be stale."""
         steps = {match[1] for match in map(STEP.fullmatch, files) if match and match[2] == MANIFEST}
         with suppress(FileNotFoundError):
             pointer = storage.read(storage.join(self.url, "checkpoints", POINTER))
@@ -142,7 +149,7 @@ class Mirror:
             ]
             if all(first) and first[0] != first[1]:
                 raise ValueError(
-                    f"checkpoint.mirror={self.url}: holds another run than {self.run_dir}; name another place"
+                    f"checkpoint.mirror={self.url}: holds a different run than {self.run_dir}; set another URL"
                 )
 
     def _fetch_step(self, step: str) -> str:
@@ -160,24 +167,24 @@ class Mirror:
             return f"{error.filename} is missing"
         except DamagedCheckpoint as error:
             return str(error)
-        write_whole(temporary / MANIFEST, data)
+        write_atomically(temporary / MANIFEST, data)
         return ""
 
     def _temporary(self, step: str) -> Path:
         return self.run_dir / "checkpoints" / f"{SAVING}mirrored-{step}"
 
     def _put_step(self, step: str) -> None:
-        """Give a checkpoint that was copied its name, and remove what had it."""
+        """Rename a downloaded checkpoint to its final name, and delete the one that it replaces."""
         final = self.run_dir / "checkpoints" / step
         replaced = final.with_name(f"{REPLACED}{step}")
-        put_folder(self._temporary(step), final, replaced)
+        replace_folder(self._temporary(step), final, replaced)
         sync(final.parent)
         if replaced.exists():
             shutil.rmtree(replaced)
 
     # -- uploading ---------------------------------------------------------------------------------------------------
 
-    def changed(self) -> None:
+    def request_upload(self) -> None:
         """Upload what is new in the run folder, in the background."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
@@ -186,16 +193,16 @@ class Mirror:
 
     def close(self) -> None:
         """Wait until the newest checkpoint and the run's other files are there, and release the lock. Raises Failed if they are not."""
-        before, self._ending = self._uploaded, True
-        self.changed()
+        before, self._ending = self._parts, True
+        self.request_upload()
         assert self._thread is not None
         while self._thread.is_alive():
             self._thread.join(1.0)
-            if self._uploaded != before:
-                before = self._uploaded
+            if self._parts != before:
+                before = self._parts
                 self._progress()
         if self._problem is not None:
-            raise Failed(f"{describe(self._problem)}; the run folder is whole, the same command uploads the rest")
+            raise Failed(f"{describe(self._problem)}; the run folder is complete: the same command finishes the upload")
         self.lock.release()
 
     def _run(self) -> None:
@@ -209,14 +216,15 @@ class Mirror:
                 self.upload()
             except Exception as error:
                 self._problem = error
-                log.warning(f"{describe(error)}: the next checkpoint is uploaded with this one's rest")
+                log.warning(f"{describe(error)}: the upload failed; it is retried after the next checkpoint")
             if ending:
                 return
 
     def upload(self) -> None:
-        """Make the store as the run folder, the newest checkpoint first; older ones are removed last."""
+        """Bring the store up to date with the run folder: upload checkpoints, newest first, then delete obsolete
+        ones."""
         began = time.monotonic()
-        files = list(storage.below(self.url))
+        files = list(storage.list_objects(self.url))
         folder, uploaded = self.run_dir / "checkpoints", False
         here = sorted((path.name for path in folder.glob("step-*")), reverse=True)
         for step in here:
@@ -231,7 +239,7 @@ class Mirror:
                     raise
                 continue  # removed meanwhile
             except DamagedCheckpoint as error:  # the one there may be whole
-                log.warning(f"{error}: it is not uploaded")
+                log.warning(f"{error}; this checkpoint is not uploaded")
                 continue
             self._there[step] = manifest
         if not uploaded:  # else they were with the checkpoint
@@ -271,12 +279,15 @@ class Mirror:
             *self.run_dir.glob("checkpoints/*.json*"),
             *self.run_dir.glob("tensorboard/*"),
         ]:
-            if path.is_file() and not path.is_symlink() and not BESIDE.fullmatch(path.name):
+            if path.is_file() and not path.is_symlink() and not NOT_MIRRORED.fullmatch(path.name):
                 self._put(path)
 
     def _put(self, path: Path) -> None:
-        storage.put(path, storage.join(self.url, path.relative_to(self.run_dir).as_posix()))
-        self._uploaded += 1
+        storage.put(path, storage.join(self.url, path.relative_to(self.run_dir).as_posix()), self._sent)
+        self._sent()
+
+    def _sent(self) -> None:
+        self._parts += 1
 
     def _remove_step(self, step: str, files: list[str]) -> None:
         self._there.pop(step, None)
@@ -300,7 +311,7 @@ class MirrorLock:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="mirror's lock", daemon=True)
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Raises ValueError naming the owner if another job is running, Failed if the store fails."""
         newest = 0
         while not self._number:
@@ -320,7 +331,7 @@ class MirrorLock:
     def check(self) -> None:
         """Raises Failed if another job took the place over."""
         if not storage.exists(self._path(self._number)) or storage.exists(self._path(self._number + 1)):
-            raise Failed(f"{self.url}: another job took it over while this one did not answer")
+            raise Failed(f"{self.url}: another job took the lock while this job did not renew it; stop one of the jobs")
 
     def release(self) -> None:
         self._ending.set()

@@ -1,9 +1,10 @@
 """Lock of a run folder: one job at a time writes to it, also if the jobs' nodes share nothing but the file system.
 
 Each file in `run/lock` describes an owner; the one with the greatest number owns the run. A job becomes the owner by exclusively
-creating the next number. The owner is rank 0's process, which renews its file every BEAT seconds. A job that finds an owner waits
-until that has ended: it released the lock, it is no longer a process of the same machine, or its file did not change for LIMIT
-seconds. An owner that was only suspended, or disconnected from the file system, then finds a greater number and exits.
+creating the next number. The owner is rank 0's process, which renews its file every BEAT seconds. A job that finds an
+owner waits until the owner has released the lock, its process on the same machine has ended, or its file did not
+change for LIMIT seconds. An owner that was only suspended, or disconnected from the file system, then finds a greater
+number and exits.
 
 This uses neither flock, which is not visible on other nodes with `localflock` mounts, nor the clocks of different nodes. It needs
 close-to-open consistency, as of NFS, Lustre and GPFS: a node sees a file as another node closed it.
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megabert.common.errors import FAILED, Failed, describe, leave_exit_code
+from megabert.common.errors import FAILED, Failed, describe, record_exit_code
 from megabert.common.logs import log, write_notice
 from megabert.common.processes import pid_namespace, read_start_time
 from megabert.distributed.ranks import World, on_every_rank, on_main
@@ -31,7 +32,7 @@ from megabert.distributed.ranks import World, on_every_rank, on_main
 BEAT = 5.0
 # Seconds without a change of its file after which an owner has ended.
 LIMIT = 30.0
-# Renewals during another job's wait after which that job gives up.
+# A waiting job gives up after it has seen the owner renew its file so many times.
 RENEWALS = 2
 # Seconds after which every node must see the owner's file; NFS may hide a new folder for 30 s from a node that looked before.
 SHARED = 40.0
@@ -100,7 +101,7 @@ class Ownership:
                 self._write(self.owner)
             except Failed as error:
                 write_notice(f"error: {error}; the job ends\n".encode())
-                os._exit(leave_exit_code(FAILED))
+                os._exit(record_exit_code(FAILED))
             except OSError as error:
                 log.debug(f"{describe(error)}: next renewal in {BEAT:g} s")
 
@@ -116,15 +117,17 @@ _owned: dict[str, Ownership] = {}
 os.register_at_fork(after_in_child=_owned.clear)
 
 
-def take(run_dir: str | Path, world: World, predecessor: str = "") -> str:
+def acquire(run_dir: str | Path, world: World, predecessor: str = "") -> str:
     """Make this job the only writer of `run_dir` until `release` or the end of rank 0's process; returns the owner's token. A
     collective; idempotent. `predecessor`: token of an owner that the ranks of this job know has ended.
 
-    Raises ValueError on every rank, naming the owner, if another job is running, and Failed if the file system fails. Raises RankRefused
+    Raises ValueError on every rank, naming the owner, if another job is running, and Failed if the file system fails. Raises RankError
     if a node does not see the owner's file, because the run folder is not on a file system of all nodes.
     """
     name, token, host = on_main(world, lambda: _take(Path(run_dir), predecessor))
-    if_first = (lambda: _find(Path(run_dir) / "lock" / name, token, host)) if world.local_rank == 0 else lambda: None
+    if_first = (
+        (lambda: _check_visible(Path(run_dir) / "lock" / name, token, host)) if world.local_rank == 0 else lambda: None
+    )
     on_every_rank(world, if_first)
     return token
 
@@ -160,8 +163,8 @@ def _take(run_dir: Path, predecessor: str) -> tuple[str, str, str]:
     return owned.path.name, owned.owner.token, owned.owner.host
 
 
-def _find(path: Path, token: str, host: str) -> None:
-    """Raises ValueError unless the owner's file is at `path` on this node too, at the latest after SHARED seconds."""
+def _check_visible(path: Path, token: str, host: str) -> None:
+    """Raises ValueError unless this node, too, sees the owner's file at `path` within SHARED seconds."""
     waited = 0.0
     while True:
         with contextlib.suppress(FileNotFoundError):
@@ -180,8 +183,11 @@ def _find(path: Path, token: str, host: str) -> None:
 def wait_for_end(
     place: str, kind: str, read: Callable[[], bytes], limit: float, poll: float, predecessor: str = ""
 ) -> None:
-    """Return once the owner of `place`, a run folder or another `kind` of place, has ended: its file, which `read` returns every
-    `poll` seconds, says so, is gone, or did not change for `limit` seconds. Raises ValueError if the owner renews it."""
+    """Wait until the owner of `place` (a run folder or a mirror, `kind` in messages) has ended.
+
+    It has ended if its file, which `read` returns, is released, is deleted, or did not change for `limit` seconds. The
+    file is read every `poll` seconds. Raises ValueError if the owner renews it.
+    """
     last, renewals, unchanged = None, 0, 0.0
     while unchanged < limit:
         try:
@@ -193,7 +199,7 @@ def wait_for_end(
             return
         if last is None:
             log.info(
-                f"{place} is locked by {owner or 'another job'}: waiting up to {limit:g} s to see whether that is running"
+                f"{place} is locked by {owner or 'another job'}: waiting up to {limit:g} s to see if that still runs"
             )
         elif text != last:
             renewals, unchanged = renewals + 1, 0.0

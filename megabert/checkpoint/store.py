@@ -34,12 +34,12 @@ from megabert.checkpoint.format import (
 )
 from megabert.common import chain
 from megabert.common.background import BackgroundTask
-from megabert.common.errors import OK, Failed, describe, exit_code, tried_again
-from megabert.common.files import canonical, compact, put_folder, sync, write_whole
+from megabert.common.errors import OK, Failed, describe, exit_code, with_retries
+from megabert.common.files import canonical, compact, replace_folder, sync, write_atomically
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, checkpoint_name
 from megabert.config import CheckpointConfig
-from megabert.distributed.ranks import World, on_main, on_main_long, refuse_together
+from megabert.distributed.ranks import World, on_main, on_main_long, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from megabert.checkpoint.mirror import Mirror
@@ -75,67 +75,63 @@ class SaveInFlight:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. All ranks must call the same methods, except `pending` and `status`."""
+    """The checkpoints of one run folder. All ranks must call the same methods, except `status`."""
 
     def __init__(
         self, run_dir: str | Path, world: World, settings: CheckpointConfig | None = None, mirror: Mirror | None = None
     ) -> None:
-        """`settings` None opens the folder for reading only. Otherwise the run lock must be held (`run_lock.take`), since leftovers
-        of interrupted saves are removed. `mirror`: of rank 0."""
+        """`settings`: None opens the folder read-only. Otherwise the run lock must be held (`run_lock.acquire`), since
+        leftovers of interrupted saves are deleted here. `mirror`: the run's mirror on rank 0, None elsewhere."""
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / "checkpoints"
         self.world, self.settings, self.mirror = world, settings, mirror
         self._in_flight: SaveInFlight | None = None
-        # step of the newest checkpoint, once a run has begun or resumed; -1 without one
+        # step of the checkpoint that was saved last, or that `latest` returned; -1 without one
         self.saved_step = -1
         # steps of damaged checkpoints, as far as known on rank 0
         self._damaged: set[int] = set()
-        # called while waiting for a save that makes progress, and with the seconds of each save
+        # callbacks: `progress()` while a save makes progress, `saved(seconds)` after each commit
         self.progress: Callable[[], None] = lambda: None
         self.saved: Callable[[float], None] = lambda seconds: None
-        # manifest of the checkpoint that `problem` verified last
+        # manifest of the checkpoint that `verify` read last
         self.manifest: dict[str, Any] = {}
         if settings is not None:
             if world.is_main:
-                self._clean()
+                self._remove_leftovers()
             # part of folder names, so that a job that lost the lock does not write to folders of the next job
             self._token = world.broadcast(secrets.token_hex(4))
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, engine: Engine, state: Mapping[str, Any]) -> Path | None:
+    def save(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Save a checkpoint of `engine` and `state` (JSON; needs "step", "config"). A collective if a save is in flight, which is
         finished first. Raises as `advance`.
 
-        If `settings.asynchronous`, this returns None once this rank's part is copied to host memory (`Engine.snapshot`). Threads
+        If `settings.asynchronous`, this returns once this rank's part is copied to host memory (`Engine.snapshot`). Threads
         write and commit it: the ranks reduce their `status` from time to time and pass the maximum to `advance`, or wait in
-        `finish`. Otherwise it commits and returns the checkpoint's folder.
+        `finish`. Otherwise it commits the checkpoint.
         """
         self.finish()
         started = time.perf_counter()
-        return self.save_snapshot(engine.snapshot(), state, started)
+        self.save_snapshot(engine.snapshot(), state, started)
 
-    def save_snapshot(self, snapshot: Snapshot, state: Mapping[str, Any], started: float) -> Path | None:
-        """`save` of a snapshot that was begun before, at `started` by the performance counter; no save may be in flight."""
+    def save_snapshot(self, snapshot: Snapshot, state: Mapping[str, Any], started: float) -> None:
+        """`save` of an existing snapshot. `started`: `time.perf_counter()` when the save began. No save may be in
+        flight."""
         assert self.settings is not None, "opened for reading only"
         folder = self.folder / f"{SAVING}{int(state['step']):08d}-{self._token}"
         writing = BackgroundTask(f"save-{folder.name}", partial(self._write, folder, snapshot))
         self._in_flight = SaveInFlight(folder, dict(state), snapshot.counters, snapshot.shapes, writing, started)
-        path = None if self.settings.asynchronous else self.finish()
+        if not self.settings.asynchronous:
+            self.finish()
         self.progress()
-        return path
 
-    def complete(self, engine: Engine, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
+    def save_and_wait(self, engine: Engine, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
         """Save the current `state`, that of `step`, unless its checkpoint exists, and wait until it is committed."""
         self.finish()
         if self.saved_step != step:
             self.save(engine, state())
             self.finish()
-
-    @property
-    def pending(self) -> bool:
-        """Whether a save is in flight; the same on every rank."""
-        return self._in_flight is not None
 
     @property
     def in_flight(self) -> tuple[int, int] | None:
@@ -154,8 +150,8 @@ class Checkpoints:
             return COMMITTED
         return save.committing.status(running=COMMITTING, failed=NOT_COMMITTED, done=COMMITTED)
 
-    def advance(self, status: int) -> Path | None:
-        """Move the save in flight to its next stage if `status` allows it; returns the checkpoint's folder once it is committed.
+    def advance(self, status: int) -> None:
+        """Move the save in flight to its next stage if `status` allows it.
 
         `status`: the maximum of all ranks' status; it may be some updates old, but was reduced after `save`. The result is the same
         on every rank; a collective only after a failure. If any rank could not write, earlier checkpoints are unchanged, and every
@@ -163,34 +159,29 @@ class Checkpoints:
         """
         save = self._in_flight
         if save is None:
-            return None
+            return
         if not save.written:
             if status == WRITTEN:
                 save.written = True
                 if self.world.is_main:
                     save.committing = BackgroundTask(f"commit-{save.folder.name}", partial(self._commit, save))
             elif status == NOT_WRITTEN:
-                self._give_up(save)
+                self._abort_save(save)
         elif status == NOT_COMMITTED:
-            self._give_up(save)
+            self._abort_save(save)
         elif status == COMMITTED:
             self._in_flight, self.saved_step = None, int(save.state["step"])
             self.saved(time.perf_counter() - save.started)
             self.progress()
-            return self.folder / checkpoint_name(self.saved_step)
-        return None
 
-    def finish(self) -> Path | None:
-        """Wait until the save in flight is committed; returns its folder, or None if there is none. A collective. Raises as
-        `advance`."""
-        path = None
+    def finish(self) -> None:
+        """Wait until the save in flight, if there is one, is committed. A collective. Raises as `advance`."""
         while (save := self._in_flight) is not None:
             if not save.written:
                 self._wait(save.writing, save.folder)
             elif save.committing is not None:
                 save.committing.join()
-            path = self.advance(self.world.max_ints([self.status])[0])
-        return path
+            self.advance(self.world.max_ints([self.status])[0])
 
     def _wait(self, writing: BackgroundTask, folder: Path) -> None:
         """Wait until this rank's files are written; growing files are reported as progress."""
@@ -208,50 +199,45 @@ class Checkpoints:
         try:
             obsolete = self._replace(temporary, step, manifest)
         except OSError:
-            run_lock.check(self.run_dir)  # names a later owner, which removes unfinished checkpoints
+            run_lock.check(self.run_dir)  # a job that took the lock deletes unfinished checkpoints: name it instead
             raise
         if self.settings.asynchronous:
             BackgroundTask(f"remove-before-{step}", partial(_remove, obsolete))
         else:
             _remove(obsolete)
         if self.mirror is not None:
-            self.mirror.changed()
+            self.mirror.request_upload()
 
     def finish_mirror(self) -> None:
-        """Wait until the run's mirror, if it has one, is as the run folder. A collective. Raises Failed if that fails."""
-        assert self.settings is not None
-
-        def close() -> None:
-            assert self.mirror is not None
-            self.mirror.close()
-
-        if self.settings.mirror:
-            on_main_long(self.world, close)
+        """Wait until the mirror, if there is one, is up to date, and close it. A collective. Raises Failed if the
+        upload fails."""
+        if self.settings is not None and self.settings.mirror:
+            on_main_long(self.world, self.mirror.close if self.mirror is not None else lambda: None)
 
     def _replace(self, temporary: Path, step: int, manifest: bytes) -> list[Path]:
         """Commit a checkpoint, and rename those that it makes obsolete; returns the renamed folders, to be removed."""
         assert self.settings is not None
-        write_whole(temporary / MANIFEST, manifest)  # also syncs the folder with the other files' entries
+        write_atomically(temporary / MANIFEST, manifest)  # also syncs the folder with the other files' entries
         final, tree = self.folder / checkpoint_name(step), json.loads(manifest)
         run_lock.check(self.run_dir)
         chain.append(self.folder, tree)
-        replaced = self._aside(step, f"{REPLACED}{final.name}")
+        replaced = self._path_aside(step, f"{REPLACED}{final.name}")
         renamed = [replaced] if final.exists() else []  # damaged, or saved before a rollback or a restart
-        put_folder(temporary, final, replaced)
+        replace_folder(temporary, final, replaced)
         sync(self.folder)
         sync(self.run_dir)  # `checkpoints` is a new entry at the first save
-        write_whole(self.folder / POINTER, canonical({"step": step}))
-        for damaged in sorted(self._damaged):  # no longer one of those to keep
-            os.rename(self.folder / checkpoint_name(damaged), self._aside(damaged, ""))
+        write_atomically(self.folder / POINTER, canonical({"step": step}))
+        for damaged in sorted(self._damaged):  # renamed, so that they do not count towards `keep`
+            os.rename(self.folder / checkpoint_name(damaged), self._path_aside(damaged, ""))
         steps, best = self.steps(), tree["state"].get("best_step")
-        linked = self._link(best, steps, step)
+        linked = self._update_best_link(best, steps, step)
         for old in obsolete_steps(steps, step, self.settings, {best, linked}):
             run_lock.check(self.run_dir)
-            renamed.append(self._aside(old, f"{SAVING}old-{old:08d}-{time.time_ns()}"))
+            renamed.append(self._path_aside(old, f"{SAVING}old-{old:08d}-{time.time_ns()}"))
             os.rename(self.folder / checkpoint_name(old), renamed[-1])
         return [path for path in renamed if not path.name.startswith(DAMAGED)]
 
-    def _link(self, best: int | None, steps: Collection[int], newest: int) -> int | None:
+    def _update_best_link(self, best: int | None, steps: Collection[int], newest: int) -> int | None:
         """Atomically make the link `best` in the run folder point to the checkpoint of step `best` if it is one of `steps`; the step that
         the link points to. A link to a step after the `newest` is removed."""
         link, new = self.run_dir / BEST, self.run_dir / f".{BEST}"
@@ -265,16 +251,17 @@ class Checkpoints:
             link.unlink()
         return linked
 
-    def _aside(self, step: int, name: str) -> Path:
-        """The path to which the checkpoint of `step` is renamed: `name`; a damaged one is kept as `damaged-…`, since parts of it may
-        still be usable."""
+    def _path_aside(self, step: int, name: str) -> Path:
+        """The path to rename the checkpoint of `step` to: `name`, or `damaged-…` for a damaged one, which is kept
+        because parts of it may be usable. Removes `step` from the damaged ones."""
         if step in self._damaged:
             self._damaged.remove(step)
             name = f"{DAMAGED}{step:08d}-{time.time_ns()}"
         return self.folder / name
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
-        """Write this rank's files, and a note for the commit that describes them. In a background thread, so no collectives."""
+        """Write this rank's files, and a JSON index of them for the commit. In a background thread, so no
+        collectives."""
         rank, ranks = self.world.rank, self.world.size
         folder.mkdir(parents=True, exist_ok=True)  # by the first rank
         files = {}
@@ -282,15 +269,15 @@ class Checkpoints:
             if slices:
                 name = file_name(group, rank, ranks)
                 files[name] = write_slices(folder / name, slices)
-        (folder / _note(rank)).write_bytes(compact([files, *describe_slices(snapshot)]))
+        (folder / _index_name(rank)).write_bytes(compact([files, *describe_slices(snapshot)]))
 
     def _commit(self, save: SaveInFlight) -> None:
-        """Write the manifest from the notes of all ranks, and commit the checkpoint. In a thread of rank 0."""
-        notes = [save.folder / _note(rank) for rank in range(self.world.size)]
+        """Write the manifest from all ranks' indexes, and commit the checkpoint. In a background thread of rank 0."""
+        notes = [save.folder / _index_name(rank) for rank in range(self.world.size)]
         files: dict[str, Any] = {}
         held, single = [], set[str]()
         for note in notes:
-            rank_files, rank_slices, rank_single = json.loads(tried_again(note.read_bytes))
+            rank_files, rank_slices, rank_single = json.loads(with_retries(note.read_bytes))
             files |= rank_files
             held.append(rank_slices)
             single.update(rank_single)
@@ -305,7 +292,7 @@ class Checkpoints:
             os.unlink(note)
         self.commit(save.folder, int(save.state["step"]), manifest)
 
-    def _give_up(self, save: SaveInFlight) -> NoReturn:
+    def _abort_save(self, save: SaveInFlight) -> NoReturn:
         """Remove the folder of a failed save, and raise its error. A collective."""
         self._in_flight = None
         failed = save.committing or save.writing
@@ -322,7 +309,7 @@ class Checkpoints:
             "the earlier ones are untouched"
         )
 
-    def _clean(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove the leftovers of interrupted saves, or complete an interrupted replacement."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
@@ -337,11 +324,12 @@ class Checkpoints:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def latest(self, limit: int | None = None, weights_only: bool = False) -> Path | None:
-        """The newest checkpoint, of step `limit` at most, that is not damaged; None if there are no checkpoints. A collective.
+        """The newest checkpoint that is not damaged, of step `limit` at most; None if there are none. A collective.
         `weights_only`: its moments are not verified.
 
-        A damaged one is replaced by the mirror's; where that has none, an older one is taken, with a warning. Raises ValueError if there
-        are checkpoints but all are damaged.
+        A damaged checkpoint is replaced by the mirror's copy, if there is one, or else passed over for an older one
+        with a warning. Sets `saved_step` and `manifest` to those of the result. Raises ValueError if all checkpoints
+        are damaged.
         """
         steps, pointer = on_main(self.world, lambda: (self.steps(), committed_step(self.folder)))
         if limit is not None:
@@ -351,18 +339,19 @@ class Checkpoints:
             reasons.append(f"step {pointer}, the last one committed, is missing")
         for step in steps:
             path = self.folder / checkpoint_name(step)
-            problem = self.problem(path, weights_only)
+            problem = self.verify(path, weights_only)
             if problem and self._take_from_mirror(path, problem):
-                problem = self.problem(path, weights_only)
+                problem = self.verify(path, weights_only)
             if not problem:
                 if reasons and self.world.is_main:
                     log.warning(f"{'; '.join(reasons)}: going back to {path.name}")
                     self._damaged.update(steps[: steps.index(step)])
+                self.saved_step = step
                 return path
             reasons.append(problem)
         if reasons:
             raise ValueError(
-                f"{self.folder}: no checkpoint is whole ({'; '.join(reasons)}); restore one, or name another run folder"
+                f"{self.folder}: no usable checkpoint ({'; '.join(reasons)}); restore one, or use another run folder"
             )
         return None
 
@@ -374,15 +363,10 @@ class Checkpoints:
         def replaced() -> bool:
             if self.mirror is None or not self.mirror.replace_step(path.name):
                 return False
-            log.warning(f"{problem}: the copy in {self.mirror.url} is taken")
+            log.warning(f"{problem}: replaced by the copy in {self.mirror.url}")
             return True
 
         return on_main_long(self.world, replaced)
-
-    @property
-    def step(self) -> int:
-        """Step of the checkpoint that `latest` returned; -1 if there is none."""
-        return int(self.state["step"]) if self.manifest else -1
 
     @property
     def state(self) -> dict[str, Any]:
@@ -392,7 +376,7 @@ class Checkpoints:
     def load(self, engine: Engine, path: Path) -> dict[str, Any]:
         """Restore `engine` from a checkpoint that `latest` returned, of any number of ranks and any ZeRO stage; returns its state. A
         collective."""
-        assert not self.pending, "finish the save in flight first"
+        assert self._in_flight is None, "finish the save in flight first"
         assert path.name == checkpoint_name(self.state["step"]), "not the checkpoint that was verified last"
         engine.restore(StoredTensors.of_checkpoint(path, self.manifest, self.world), self.manifest["engine"])
         if self.settings is not None and self.world.is_main:
@@ -400,9 +384,12 @@ class Checkpoints:
         self.world.barrier()
         return self.state
 
-    def problem(self, path: Path, weights_only: bool = False) -> str:
-        """The damage of a checkpoint, or of its weights only; "" if there is none. Rank 0 reads the manifest, and each rank hashes its
-        share of the files. A collective. Raises RankRefused if a rank cannot read a file, which need not be damaged."""
+    def verify(self, path: Path, weights_only: bool = False) -> str:
+        """Verify a checkpoint, or its weights only; returns its damage, or "". Sets `manifest`.
+
+        Rank 0 reads the manifest, and each rank hashes its share of the files. A collective. Raises RankError if a
+        rank cannot read a file: an I/O error is not damage.
+        """
         world = self.world
         self.manifest = {}
 
@@ -411,16 +398,17 @@ class Checkpoints:
 
         def verify() -> None:
             files = share(self.manifest["files"], world.rank, world.size)
-            tried_again(lambda: verify_files(path, files))
+            with_retries(lambda: verify_files(path, files))
             check_files(path, self.manifest, [name for name, _ in files])
 
-        if problem := self._damage(read):
+        if problem := self._agree_on_damage(read):
             return problem
         self.manifest = world.broadcast(self.manifest)
-        return self._damage(verify)
+        return self._agree_on_damage(verify)
 
-    def _damage(self, check: Callable[[], None]) -> str:
-        """The damage that `check` raises on the first rank where it raises any, otherwise "". A collective. Raises RankRefused."""
+    def _agree_on_damage(self, check: Callable[[], None]) -> str:
+        """Run `check` on every rank; returns the first rank's DamagedCheckpoint as text, or "". A collective. Raises
+        RankError for other errors."""
         damage, unread = "", ("", OK)
         try:
             check()
@@ -429,13 +417,13 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             then = "; nothing was removed, and the same command resumes once it can be read"
             unread = describe(error) + then * isinstance(error, OSError), exit_code(error)
-        refuse_together(self.world, *unread)
+        raise_on_all_ranks(self.world, *unread)
         return next((text for text in self.world.gather(damage) if text), "")
 
     def steps(self) -> list[int]:
         """Committed steps, newest first. Raises OSError if the folder exists but cannot be listed."""
         try:
-            names = tried_again(lambda: os.listdir(self.folder))
+            names = with_retries(lambda: os.listdir(self.folder))
         except FileNotFoundError:
             return []
         return sorted((int(match[1]) for match in map(STEP.fullmatch, names) if match), reverse=True)
@@ -452,13 +440,14 @@ def obsolete_steps(
     return later + [other for other in older if other not in needed and (not every or other % every)]
 
 
-def _note(rank: int) -> str:
-    """Name of the file that describes a rank's files for the commit."""
+def _index_name(rank: int) -> str:
+    """Name of a rank's index: the files and slices that it wrote, for the commit. Deleted before the commit."""
     return f"note-{rank:05d}.json"
 
 
 def _remove(folders: list[Path]) -> None:
-    """Remove renamed folders; the next start of the run tries again to remove those that this cannot."""
+    """Delete renamed folders. A folder that cannot be deleted is logged, and tried again at the next start of the
+    run."""
     for path in folders:
         try:
             shutil.rmtree(path)
@@ -471,6 +460,6 @@ def _remove(folders: list[Path]) -> None:
 def committed_step(folder: Path) -> int | None:
     """The step in pointer.json; None if the file is missing or damaged. Raises OSError."""
     try:
-        return int(json.loads(tried_again((folder / POINTER).read_bytes))["step"])
+        return int(json.loads(with_retries((folder / POINTER).read_bytes))["step"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -43,7 +43,7 @@ def render(runs: Sequence[ReportedRun]) -> bytes:
     ends = [results(run) for run in runs]
     return fill_template(
         "comparison_template.html",
-        names=distinct_names([run.folder for run in runs]),
+        names=distinct_names([run.place for run in runs]),
         charts=charts,
         results={name: [end.get(name, "–") for end in ends] for name in dict.fromkeys(chain(*ends))},
         settings=differences([changed(run.config_json["config"]) for run in runs]),

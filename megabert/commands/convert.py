@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megabert.common.arguments import Parser, refuse_missing
 from megabert.common.errors import command
 from megabert.common.files import refuse_existing
-from megabert.common.hub import WEIGHTS, is_model_folder, model_folder, refuse_finetuned
+from megabert.common.hub import WEIGHT_FILES, is_model_folder, model_folder, refuse_finetuned
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG
 
@@ -46,7 +46,7 @@ def convert(
     refuse_finetuned(folder, source)
     if not vocab and not is_model_folder(folder):
         raise ValueError(
-            f"{source}: holds no {' and no '.join(WEIGHTS)}, so it is not a Hugging Face folder; a run needs --vocab"
+            f"{source}: holds no {' and no '.join(WEIGHT_FILES)}, so it is not a Hugging Face folder; a run needs --vocab"
         )
     refuse_existing(run, CONFIG)
     from megabert.data.shards import MANIFEST, Dataset

@@ -17,6 +17,7 @@ from megabert.common.arguments import MODEL, Parser
 from megabert.common.errors import command
 from megabert.common.hub import model_folder
 from megabert.common.logs import log
+from megabert.common.storage import is_url
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
     teacher = hf.load(folder)
     teacher.refuse_without_mlm_head()
-    settings = student_overrides(teacher.config, str(folder), args.layers)
+    settings = student_overrides(teacher.config, args.model if is_url(args.model) else str(folder), args.layers)
     training = [str(TRAIN), "--data", args.data, "--run", args.run, *settings, *args.overrides]
     log.info(f"on several ranks or nodes: deepspeed {shlex.join(training)}")
     os.execv(sys.executable, [sys.executable, *training])

@@ -23,7 +23,7 @@ from pathlib import Path
 from megabert.common import environment
 from megabert.common.arguments import Parser
 from megabert.common.environment import version
-from megabert.common.errors import OK, USER_ERROR, command, exit_code_from
+from megabert.common.errors import OK, USER_ERROR, command, run_main
 
 SHOWN = {"ok": "ok", "note": "--", "missing": "!!"}
 FAST_CPU = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -77,7 +77,7 @@ def machine() -> list[Finding]:
     """Processor, memory, system and Python."""
     flags = environment.cpu_flags()
     fast = " ".join(name for name in FAST_CPU if name in flags)
-    bf16 = "" if environment.multiplies_bf16() else "bf16 is emulated on this CPU: precision=auto means fp32"
+    bf16 = "" if environment.has_native_bf16() else "bf16 is emulated on this CPU: precision=auto means fp32"
     old = "" if sys.version_info >= (3, 11) else "use 3.11+"
     return [
         finding("machine", "python", platform.python_version(), old, otherwise="missing"),
@@ -128,9 +128,9 @@ def devices() -> list[Finding]:
     """CUDA devices by torch. Needs torch."""
     import torch
 
-    from megabert.distributed.ranks import unused_gpu
+    from megabert.distributed.ranks import explain_unused_gpu
 
-    if problem := unused_gpu():
+    if problem := explain_unused_gpu():
         value, _, fix = problem.partition(": ")
         return [finding("devices", "cuda", value, fix)]
     lines = []
@@ -161,8 +161,8 @@ def backends() -> list[Finding]:
             chosen = ops.choose(name, device=device, dtype=dtype)
             label = f"{name} {device} {str(dtype).removeprefix('torch.')}"
             lines.append(finding("operations", label, f"{chosen.name}: {chosen.reason}"))
-    apexs = "torch: apex's kernels only on CUDA, where NVIDIA's is installed"
-    return [*lines, finding("operations", f"optimizer {device}", apexs)]
+    rule = "torch: apex only on CUDA, where NVIDIA's is installed, for AdamW, and for LAMB at zero.stage=0"
+    return [*lines, finding("operations", f"optimizer {device}", rule)]
 
 
 def cluster(folder: Path, as_json: bool) -> int:
@@ -171,13 +171,15 @@ def cluster(folder: Path, as_json: bool) -> int:
 
     from megabert.commands import preflight
     from megabert.distributed import session
-    from megabert.distributed.ranks import refuse_together
+    from megabert.distributed.ranks import raise_on_all_ranks
     from megabert.engine.ceiling import matmul_tflops
 
     def command(ranks: session.Session) -> int:
         ranks.join()
         there = folder.is_dir()
-        refuse_together(ranks.world, "" if there else f"--folder {folder}: no such folder", OK if there else USER_ERROR)
+        raise_on_all_ranks(
+            ranks.world, "" if there else f"--folder {folder}: no such folder", OK if there else USER_ERROR
+        )
         device = ranks.world.device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with tempfile.TemporaryDirectory() as stacks:
@@ -229,4 +231,4 @@ def show(lines: Iterable[Finding], as_json: bool) -> list[Finding]:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_from(main))
+    sys.exit(run_main(main))

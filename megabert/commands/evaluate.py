@@ -6,8 +6,10 @@ megabert evaluate --model MODEL --data DIR DIR …     the first one's metrics, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +37,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     loaded = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path)
     cfg, longest = loaded.config, loaded.config.model.max_positions
     for name, dataset in zip(folders, datasets, strict=True):
-        if loaded.tokenizer.sha256 != dataset.manifest.tokenizer["sha256"]:
+        if not loaded.tokenizer.is_of(dataset.manifest.tokenizer["sha256"]):
             raise ValueError(
                 f"{name}: its tokenizer is not that of {run}; build it with --tokenizer {shlex.quote(str(loaded.tokenizer.path))}"
             )
@@ -61,7 +63,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
         if dataset is datasets[0]:
             metrics |= of_this
         if len(folders) > 1:
-            metrics |= evaluation.dataset_metrics(name, of_this, evaluation.bytes_a_token(dataset, loaded.tokenizer))
+            metrics |= evaluation.dataset_metrics(name, of_this, evaluation.bytes_per_token(dataset, loaded.tokenizer))
     return metrics
 
 
@@ -76,9 +78,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.rows < 0:
         raise ValueError(f"--rows {args.rows}: must be 0 or more")
-    folder = model_folder(args.model)
-    from megabert.data.shards import Manifest
+    with contextlib.redirect_stdout(sys.stderr):  # stdout has the JSON alone
+        folder = model_folder(args.model)
+        from megabert.data.shards import Manifest
 
-    for data in args.data:
-        Manifest.load(data)  # wrong values are refused before the slow imports
-    print(json.dumps(evaluate_run(folder, args.data, args.rows)))
+        for data in args.data:
+            Manifest.load(data)  # wrong values are refused before the slow imports
+        metrics = evaluate_run(folder, args.data, args.rows)
+    print(json.dumps(metrics))

@@ -13,14 +13,14 @@ import argparse
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing
 from megabert.common.environment import require_packages
 from megabert.common.errors import OK, command, interrupted
-from megabert.common.files import appearing, files_below, refuse_existing, write_tensors
+from megabert.common.files import atomic_folder, files_below, refuse_existing, write_tensors
 from megabert.common.hub import model_folder
 from megabert.common.hub_upload import MAIN, Repository
 from megabert.common.logs import log
@@ -28,7 +28,6 @@ from megabert.common.run_files import checkpoints_folder
 from megabert.common.storage import is_url
 
 if TYPE_CHECKING:
-    from megabert.config import ModelConfig
     from megabert.hf import Pretrained
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -79,7 +78,7 @@ def write(
     files |= {CONFIG: tokenizer_files.as_json(config), "README.md": card.encode()}
     if pool:
         files |= sentence_folder.files(pretrained.config, pool)
-    with appearing(output, CONFIG, overwrite) as folder:
+    with atomic_folder(output, CONFIG, overwrite) as folder:
         for file, data in files.items():
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).write_bytes(data)
@@ -88,17 +87,9 @@ def write(
         whole = {name: tensor.contiguous() for name, tensor in weights.items() if name not in copies}
         write_tensors(folder / WEIGHTS, whole, {"format": "pt"})
         if onnx:
+            from megabert.hf.onnx import write as write_onnx
+
             write_onnx(folder, "ForMaskedLM", model, min(model.max_positions, PROBED))
-
-
-def write_onnx(
-    folder: Path, class_of: str, size: ModelConfig, max_length: int, outputs: Sequence[str] = ("logits",)
-) -> None:
-    """`megabert.hf.onnx.write`, with a message."""
-    from megabert.hf import onnx
-
-    difference = onnx.write(folder, class_of, size, max_length, outputs)
-    log.info(f"onnx/{onnx.WHOLE}: logits within {difference:.1e} of the model's")
 
 
 def export_finetuned(args: argparse.Namespace, source: Path, output: Path, name: str) -> str:
@@ -108,11 +99,13 @@ def export_finetuned(args: argparse.Namespace, source: Path, output: Path, name:
 
     finetuned = huggingface.load(source)
     described = finetuned.described
-    with appearing(output, CONFIG, args.overwrite) as folder:
+    with atomic_folder(output, CONFIG, args.overwrite) as folder:
         huggingface.write(finetuned, folder)
         (folder / "README.md").write_bytes(huggingface.card(finetuned, name or output.resolve().name).encode())
         if args.onnx:
             outputs = ("start_logits", "end_logits") if described.task.kind == "span" else ("logits",)
+            from megabert.hf.onnx import write as write_onnx
+
             class_of = huggingface.HUB_KINDS[described.task.kind].class_of
             write_onnx(folder, class_of, described.config.model, described.max_length, outputs)
     what = f"{huggingface.architecture(described)} for {described.task.name}"
@@ -158,7 +151,7 @@ def push(args: argparse.Namespace, write_folder: Callable[[argparse.Namespace, P
                 changed = repository.push(files, message, branch, removed=old)
                 log.info(f"{args.push}, revision {branch}: {'pushed' if changed else 'has the same files already'}")
             if newest and args.output:
-                with appearing(args.output, CONFIG, args.overwrite) as output:
+                with atomic_folder(args.output, CONFIG, args.overwrite) as output:
                     shutil.copytree(folder, output, dirs_exist_ok=True)
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from megabert import hf
 from megabert.common import tables
-from megabert.common.files import appearing_file
+from megabert.common.files import atomic_file
 from megabert.common.logs import log
 from megabert.common.streaming import in_order
 from megabert.data.packing import groups, pack, pack_line
@@ -196,7 +196,7 @@ def extract(source: str | Path, input: str, output: str, column: str = "", token
     extractor = Extractor(hf.load(source, tokenizer), **options)
     write = _write_npy if target.suffix == ".npy" else _write_parquet
     texts = tqdm(read_texts(path, column), total=total, unit=" texts", disable=None, leave=False)
-    with appearing_file(target) as file, closing(texts), closing(extractor.windows(texts)) as windows:
+    with atomic_file(target) as file, closing(texts), closing(extractor.windows(texts)) as windows:
         write(file, windows, total, extractor)
     log.info(f"{target}: vectors of {total:,} texts")
     if extractor.truncated:

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     check(given)
     args = vars(given) | {"model": model_folder(given.model)}
     from megabert.commands.extraction import extract
-    from megabert.common.environment import keep_freed_memory
+    from megabert.common.environment import disable_malloc_trimming
 
-    keep_freed_memory()
+    disable_malloc_trimming()
     extract(args.pop("model"), args.pop("input"), args.pop("output"), args.pop("text"), **args)

@@ -58,12 +58,12 @@ def main(argv: list[str] | None = None) -> None:
     refuse_missing(args, "tokenizer")
     folder, pairs = model_folder(args.model), read_pairs(args.pairs, args.each)
     from megabert import hf
-    from megabert.common.environment import keep_freed_memory
-    from megabert.common.files import write_whole
+    from megabert.common.environment import disable_malloc_trimming
+    from megabert.common.files import write_atomically
     from megabert.engine import DTYPES
     from megabert.objectives.minimal_pairs import list_sentences, score_pairs
 
-    keep_freed_memory()
+    disable_malloc_trimming()
     model, started = hf.load(folder, args.tokenizer), time.perf_counter()
     score = args.score or model.config.data.masking.objective
     table = score_pairs(model, pairs, DTYPES[args.precision], score == "causal")
@@ -71,5 +71,5 @@ def main(argv: list[str] | None = None) -> None:
     log.info(f"{sentences:,} sentences in {seconds:.1f} s, {60 * sentences / seconds:,.0f} a minute")
     if args.json:
         text = json.dumps({"model": args.model, "score": score} | table, indent=1) + "\n"
-        write_whole(Path(args.json), text.encode())
+        write_atomically(Path(args.json), text.encode())
     print(as_text(table))

@@ -122,9 +122,10 @@ def check_shared_files(world: World, folder: Path, local: RankSurvey) -> None:
     source = others[world.rank % len(others)] if others else world.rank
     try:
         shared.mkdir(exist_ok=True)
+        data = os.urandom(FILE_BYTES)
         started = time.perf_counter()
         with open(shared / f"{world.rank}", "wb") as file:
-            file.write(os.urandom(FILE_BYTES))
+            file.write(data)
             os.fsync(file.fileno())
         local.files = FILE_BYTES / (time.perf_counter() - started)
     except OSError as error:

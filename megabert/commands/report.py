@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ from megabert import __version__
 from megabert.common import storage
 from megabert.common.arguments import Parser
 from megabert.common.errors import command
-from megabert.common.files import write_whole
-from megabert.common.hub import copied
+from megabert.common.files import write_atomically
+from megabert.common.hub import download_folder
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE, json_lines
 
@@ -80,6 +81,8 @@ class ReportedRun:
     """Contents of the files of a run folder. `missing`: parts that the report cannot show, and why."""
 
     folder: Path
+    # as the user named it
+    place: str
     config_json: dict[str, Any]
     # the metrics in KEPT of each line of metrics.jsonl
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -92,8 +95,8 @@ class ReportedRun:
     missing: list[str] = field(default_factory=list)
 
 
-def read_run(folder: Path) -> ReportedRun:
-    """Read the files of the run in `folder`. Raises ValueError naming an unusable file."""
+def read_run(folder: Path, place: str = "") -> ReportedRun:
+    """Read the files of the run in `folder`, or in the copy there of that at the URL `place`. Raises ValueError naming an unusable file."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder}: is not a run folder (no {CONFIG}); name one written by megabert train")
@@ -102,7 +105,7 @@ def read_run(folder: Path) -> ReportedRun:
         assert isinstance(config_json["config"], dict)
     except (ValueError, LookupError, TypeError, AssertionError):
         raise ValueError(f"{path}: holds no configuration of a run; name a folder of megabert train") from None
-    run = ReportedRun(folder, config_json)
+    run = ReportedRun(folder, place or str(folder.resolve()), config_json)
     read_metrics(run)
     read_events(run)
     lines = list(json_lines(folder / SAMPLES))
@@ -118,9 +121,9 @@ def read_run(folder: Path) -> ReportedRun:
     return run
 
 
-def texts(line: dict[str, Any]) -> list[list[str]]:
-    """The tokens of a line's samples."""
-    return [sample["tokens"] for sample in line["samples"]]
+def texts(line: dict[str, Any]) -> list[Any]:
+    """The tokens of a line's samples, and which of them are masked, which other settings of a resumed run change."""
+    return [(sample["tokens"], [(mask["at"], mask["shown"]) for mask in sample["masks"]]) for sample in line["samples"]]
 
 
 def read_metrics(run: ReportedRun) -> None:
@@ -163,7 +166,7 @@ def of_budget(run: ReportedRun) -> str:
         return f" of {schedule.get('total_steps', 0):,}"
     used = run.last.get("time/train_seconds", 0.0) / 60 if unit == "minutes" else run.last.get("data/tokens", 0)
     budget = schedule.get(f"budget_{unit}", 0)
-    return f", {used / budget:.1%} of {budget:,g} {unit}" if budget else ""
+    return f", {used / budget:.1%} of {budget:,.12g} {unit}" if budget else ""
 
 
 def results(run: ReportedRun) -> dict[str, str]:
@@ -171,9 +174,10 @@ def results(run: ReportedRun) -> dict[str, str]:
     table = {"updates": f"{run.last.get('step', 0):,}{of_budget(run)}"}
     for chart in CHARTS:
         for name in chart.names:
-            if isinstance(run.last.get(name), int | float):
-                kind = ", held out" if name.startswith("eval/") else ", training" if len(chart.names) > 1 else ""
-                table[chart.title + kind] = chart.written.format(run.last[name])
+            value = run.last.get(name)  # as text, if it is not finite
+            kind = ", held out" if name.startswith("eval/") else ", training" if len(chart.names) > 1 else ""
+            if value is not None:
+                table[chart.title + kind] = value if isinstance(value, str) else chart.written.format(value)
     for name, value in run.last.items():
         if name.startswith(("eval/loss_by_source/", "eval/loss_by_dataset/")) and isinstance(value, int | float):
             table[f"Loss, held out, {name.split('/', 2)[2]}"] = f"{value:.4g}"
@@ -315,7 +319,7 @@ def fill_template(file: str, **values: Any) -> bytes:
     templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, **blocks)
     size = (WIDTH, HEIGHT, LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM)
     page = templates.from_string(Path(__file__).with_name(file).read_text("utf-8")).render(values, size=size)
-    return MARKER + page.encode() + b"\n"
+    return MARKER + page.encode(errors="backslashreplace") + b"\n"
 
 
 def render(run: ReportedRun) -> bytes:
@@ -325,7 +329,7 @@ def render(run: ReportedRun) -> bytes:
     return fill_template(
         "report_template.html",
         run=run,
-        name=run.folder.resolve().name,
+        name=posixpath.basename(run.place.rstrip("/")),
         results=results(run),
         charts=[drawn for chart in CHARTS if (drawn := plot(chart, run))],
         samples=sample_tables(run),
@@ -346,15 +350,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.output is None and (len(args.runs) > 1 or storage.is_url(args.runs[0])):
         raise ValueError(f"--output is missing: name the file for the report of {' and '.join(args.runs)}")
-    folders = [copied(run, weights=False) if storage.is_url(run) else Path(run) for run in args.runs]
-    runs, output = [read_run(folder) for folder in folders], args.output or folders[0] / OUTPUT
+    folders = [download_folder(run, weights=False) if storage.is_url(run) else Path(run) for run in args.runs]
+    places = [run if storage.is_url(run) else "" for run in args.runs]
+    runs, output = list(map(read_run, folders, places)), args.output or folders[0] / OUTPUT
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
     if output.exists() and not output.read_bytes().startswith(MARKER):
         raise ValueError(f"{output}: exists and is not a report; name another file with --output")
     from megabert.commands import comparison
 
-    write_whole(output, comparison.render(runs) if len(runs) > 1 else render(runs[0]))
+    write_atomically(output, comparison.render(runs) if len(runs) > 1 else render(runs[0]))
     for run in runs:
         for text in run.missing:
             log.info(f"{run.folder}: {text}" if len(runs) > 1 else text)

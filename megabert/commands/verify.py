@@ -84,7 +84,7 @@ def check_data(state: Mapping[str, Any], moved: Sequence[str]) -> str:
             folders, of = ", ".join((places[data.path], *mix)), f"phase {number} of " * (len(phases) > 1)
             moved_where = f"give --data the folders where {', '.join(named)} are now"
             raise ValueError(f"{folders}: is not the dataset of {of}this run (another fingerprint); {moved_where}")
-        rows |= {str(part.folder): part.rows for part in mixture.members(opened)}
+        rows |= {part.place: part.rows for part in mixture.members(opened)}
     for folder in rows:
         for problem in verify(folder):
             raise ValueError(problem)

@@ -1,4 +1,5 @@
 """Tools for all other folders: atomic files, tables, errors, messages, environment, random numbers.
 
-They import nothing else of this project. This file stays empty, because most of them must not import torch.
+They import nothing else from this project. This file re-exports nothing, because most modules here must not import
+torch.
 """

@@ -63,7 +63,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(wrong: str, *groups: Iterable[str]) -> str:
-    """A question for the name nearest to `wrong`, from the first group with a near one; a mapping has names by their short forms."""
+    """The text "; did you mean NAME?" for the closest match to `wrong` in the first group that has one, else "". A
+    mapping maps matched names to the names to suggest."""
     for group in groups:
         for match in difflib.get_close_matches(wrong, group, n=1):
             return f"; did you mean {group[match] if isinstance(group, Mapping) else match}?"
@@ -84,7 +85,7 @@ def refuse_missing(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         path = getattr(args, name)
         if path and not Path(path).exists():
-            raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
+            raise ValueError(f"--{name.replace('_', '-')} {path}: no such file or folder")
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -99,10 +100,10 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_layers(text: str, count: int = sys.maxsize) -> list[int]:
-    """The layers named by --layers in a model of `count`. Raises ValueError for another form than LAYERS, and for a layer that the
-    model lacks."""
+    """Layer numbers of --layers for a model with `count` layers. Raises ValueError for a text that is not as LAYERS
+    describes, and for a layer beyond `count`."""
     if not re.fullmatch(r"(last|\d+)((,(last|\d+))*|(\+(last|\d+))*)", text):
-        raise ValueError(f"--layers {text}: is neither last nor N[,N…] nor N[+N…]")
+        raise ValueError(f"--layers {text}: expected {LAYERS}")
     layers = [int(number) for number in re.split("[,+]", text.replace("last", str(count)))]
     if max(layers) > count:
         raise ValueError(f"--layers {text}: the model has 0 (embeddings) to {count}")

@@ -1,4 +1,4 @@
-"""Work in a thread beside training: it yields to the training threads, and keeps its error for whoever asks."""
+"""Low-priority background thread that stores its exception."""
 
 from __future__ import annotations
 

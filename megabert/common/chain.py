@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from megabert.common.files import compact, digest, write_whole
+from megabert.common.files import compact, digest, write_atomically
 from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE, read_step
 
 FILE = "chain.jsonl"
 # the field of an entry, as of a checkpoint's manifest, with the digest of its other fields
 SEAL = "sha256"
-# beginning of the names of a checkpoint's files of weights
-WEIGHTS = "weights-"
+# file-name prefix of a checkpoint's weights
+WEIGHT_PREFIX = "weights-"
 LOGS = (METRICS, SAMPLES, STARTS, TROUBLE)
-# fields of a checkpoint's state that updates depend on, besides data and configuration; and all fields in an entry
+# state fields on which the numerical results depend, besides data and configuration; all state fields copied into an
+# entry
 MACHINE = ("machine", "threads", "world_size", "backends", "versions", "source")
 CIRCUMSTANCES = ("dataset", "phase_datasets", "tokenizer", "teacher", "config_sha256", "revision", *MACHINE)
 
@@ -34,7 +36,7 @@ def append(folder: Path, manifest: Mapping[str, Any]) -> None:
     state = manifest["state"]
     before = _until(folder, state["step"])
     last: dict[str, Any] = json.loads(before[-1]) if before else {SEAL: "", "logs": {}}
-    files = {name: file["sha256"] for name, file in manifest["files"].items() if name.startswith(WEIGHTS)}
+    files = {name: file["sha256"] for name, file in manifest["files"].items() if name.startswith(WEIGHT_PREFIX)}
     entry = {name: state[name] for name in CIRCUMSTANCES if name in state} | {
         "step": state["step"],
         "checkpoint": manifest[SEAL],
@@ -43,14 +45,14 @@ def append(folder: Path, manifest: Mapping[str, Any]) -> None:
         "previous": last[SEAL],
     }
     line = compact(entry | {SEAL: digest(entry, SEAL, compact)}) + b"\n"
-    write_whole(folder / FILE, b"".join([*before, line]))
+    write_atomically(folder / FILE, b"".join([*before, line]))
 
 
 def cut(folder: Path, step: int) -> None:
     """Remove the entries after `step`."""
     lines = _until(folder, step + 1)
     if lines != _lines(folder):
-        write_whole(folder / FILE, b"".join(lines))
+        write_atomically(folder / FILE, b"".join(lines))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -107,6 +109,7 @@ def _logged(path: Path, begin: int, step: int) -> tuple[int, str]:
     data = b""
     if path.exists():
         with open(path, "rb") as file:
+            os.fsync(file.fileno())  # before an entry says that its lines are there
             file.seek(begin)
             data = file.read()
     lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)

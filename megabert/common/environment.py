@@ -40,20 +40,20 @@ BACKLOG = 4096
 PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy", "mpi4py")
 
 
-def output(command: Sequence[str]) -> str:
-    """A command's standard output, run in the clone's folder; "" if it is not installed, fails or takes 20 s."""
+def output(command: Sequence[str], otherwise: str = "") -> str:
+    """A command's standard output, run in the clone's folder; `otherwise` if it is not installed, fails or takes 20 s."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.rstrip() if done.returncode == 0 else ""
+        return otherwise
+    return done.stdout.rstrip() if done.returncode == 0 else otherwise
 
 
 def match_in(file: str, pattern: str) -> str:
     """The first group of the first match in a file's text; "" without a match, or if the file cannot be read."""
     try:
         match = re.search(pattern, Path(file).read_text())
-    except OSError:  # none, or one of the kernel that is turned off, as pressure stall information in RHEL 8
+    except OSError:  # none, or disabled in the kernel, as pressure stall information on RHEL 8
         return ""
     return match[1] if match else ""
 
@@ -72,7 +72,7 @@ def processor() -> str:
     return f"{cpu_model()} ({' '.join(sorted(cpu_flags() & VECTOR_FLAGS))})"
 
 
-def multiplies_bf16() -> bool:
+def has_native_bf16() -> bool:
     """Whether the processor has bf16 products, which others emulate."""
     return bool(cpu_flags() & BF16_FLAGS)
 
@@ -120,17 +120,17 @@ def launched() -> bool:
     return bool(LAUNCHED & os.environ.keys())
 
 
-def spin_briefly() -> None:
+def limit_openmp_spinning() -> None:
     """Let OpenMP's threads sleep after 1,000 spins at a barrier, in torch and the kernels loaded afterwards.
 
-    libgomp spins 300,000 times by default, on a core that the last thread may need if other processes compute too: beside one of
-    them, the default halves the rate of two threads (docs/measurements.md).
+    libgomp spins 300,000 times by default. If other processes compute too, that blocks the core which the last thread
+    needs: next to one such process the default halves the throughput of two threads (docs/measurements.md).
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
-def seconds_short_of_cores() -> float | None:
+def cpu_pressure_seconds() -> float | None:
     """Seconds so far in which a process of this control group, or of the machine, was ready and had no core; None without the
     kernel's pressure stall information."""
     group = match_in("/proc/self/cgroup", r"0::(/\S*)")
@@ -158,7 +158,8 @@ def version(package: str) -> str | None:
 
 
 def require_packages(what: str, extra: str, *modules: str) -> None:
-    """Raises ValueError for `modules` that are not installed, naming `what` needs them and the extra of this project that has them."""
+    """Raises ValueError if any of `modules` is not installed; names `what` needs them, and the extra that installs
+    them."""
     if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         verb = "is" if len(missing) == 1 else "are"
         raise ValueError(f"{what}: {', '.join(missing)} {verb} not installed; pip install 'megabert[{extra}]'")
@@ -173,7 +174,8 @@ def versions() -> dict[str, str]:
 def changes(exclude: Sequence[str] = ()) -> list[str]:
     """Lines of `git status` for uncommitted files in the clone, without the paths `exclude`."""
     paths = [".", *(f":(exclude){path}" for path in exclude)]
-    return output(["git", "status", "--porcelain", "--", *paths]).splitlines()
+    failed = "?? git status failed" if output(["git", "rev-parse", "--show-toplevel"]) else ""
+    return output(["git", "status", "--porcelain", "--", *paths], failed).splitlines()
 
 
 def revision(exclude: Sequence[str] = ()) -> str:
@@ -201,8 +203,8 @@ def command() -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files from the usual 1,024 to the hard limit: a rank of 512 has a socket to each other rank and maps
-    hundreds of shards, and its loader processes inherit both."""
+    """Raise the soft limit of open files, usually 1,024, to the hard limit: each of 512 ranks has a socket to every
+    other one and maps hundreds of shards, and its loader workers inherit both."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -214,7 +216,7 @@ def end_with_parent() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def keep_freed_memory() -> bool:
+def disable_malloc_trimming() -> bool:
     """Set malloc to reuse freed memory, up to the process's peak. False if the C library has no such setting.
 
     Arrays of megabytes are allocated and freed for every batch and layer. With glibc's defaults each is a new mapping, whose page

@@ -30,7 +30,7 @@ from megabert.common.logs import log
 
 T = TypeVar("T")
 OK, USER_ERROR, BAD_TRAINING, FAILED, INTERRUPTED = 0, 2, 3, 4, 130
-# errno for a wrong path given by the user; None: an OSError of a library about a file's content
+# errno values that mean a user mistake, such as a wrong path. None: raised by a library about a file's content
 USER_ERRNO = {
     *(None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.EXDEV),
@@ -72,10 +72,11 @@ def describe(error: Exception) -> str:
     return f"{os.fsdecode(error.filename)}: {reason}" if isinstance(error.filename, str | bytes) else reason
 
 
-def tried_again(action: Callable[[], T], waits: Sequence[float] = ()) -> T:
-    """The result of `action`, retried after `waits` seconds (WAITS) while it raises a transient OSError (EIO, ESTALE, a time-out).
+def with_retries(action: Callable[[], T], waits: Sequence[float] = ()) -> T:
+    """Run `action`, retrying a transient OSError (EIO, ESTALE, a timeout) after each of `waits` seconds (default:
+    WAITS).
 
-    Raises the error of the last try, and at once one that the user has to fix (no such file, no permission).
+    Raises the last error. An error that the user has to fix (no such file, no permission) is raised at once.
     """
     for wait in waits or WAITS:
         try:
@@ -89,8 +90,8 @@ def tried_again(action: Callable[[], T], waits: Sequence[float] = ()) -> T:
 
 
 def command(main: Callable[[Any], int | None]) -> Callable[..., int]:
-    """Decorator of a command's `main(argv)` or of a function of its arguments: sets up messages, turns an error into one line on
-    stderr and its exit code, and None into OK."""
+    """Decorator for a command's `main(argv)`, or a function of its arguments: sets up logging, prints a ValueError, an
+    OSError or Ctrl-C in one line on stderr, and returns its exit code; a result of None becomes OK."""
 
     @functools.wraps(main)
     def wrapped(argv: Any = None) -> int:
@@ -114,13 +115,13 @@ def interrupted(consequence: str = "") -> int:
 
 
 @contextlib.contextmanager
-def leaving_at_ctrl_c() -> Iterator[None]:
+def exit_on_ctrl_c() -> Iterator[None]:
     """Ctrl-C in the block ends the process with one line. For imports, whose compiled code prints a KeyboardInterrupt with a
     traceback and continues."""
 
     def leave(number: int, frame: Any) -> None:
         logs.write_notice(b"error: interrupted\n")
-        os._exit(leave_exit_code(INTERRUPTED))
+        os._exit(record_exit_code(INTERRUPTED))
 
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if usual:
@@ -132,7 +133,7 @@ def leaving_at_ctrl_c() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
+def record_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
     """Return `code`, and write it with the hosts of failed ranks to $MEGABERT_EXIT_DIR where a launch script set it: launchers
     change or lose the ranks' codes."""
     if folder := os.environ.get("MEGABERT_EXIT_DIR"):
@@ -145,9 +146,12 @@ def leave_exit_code(code: int, failed_hosts: Iterable[str] = ()) -> int:
     return code
 
 
-def exit_code_from(main: Callable[[], int]) -> int:
-    """The exit code of a command's `main`, also after wrong arguments, or if its output could not be written; written for a launch
-    script too. Characters that the terminal lacks, and bytes of file names that are no text, are printed as escapes."""
+def run_main(main: Callable[[], int]) -> int:
+    """Run a command's `main`; returns its exit code, also after SystemExit, Ctrl-C or output that could not be written.
+
+    Records the code for a launch script (`record_exit_code`). Characters that stdout cannot encode are printed as
+    escapes.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr
     try:
@@ -159,7 +163,7 @@ def exit_code_from(main: Callable[[], int]) -> int:
         logs.write("error: interrupted\n", sys.stderr)
         code = INTERRUPTED
     logs.flush()
-    if code == OK and logs.lost is not None:
-        logs.write(f"error: {describe(logs.lost)}: output is lost\n", sys.stderr)
+    if code == OK and logs.write_error is not None:
+        logs.write(f"error: {describe(logs.write_error)}: output is lost\n", sys.stderr)
         code = FAILED
-    return leave_exit_code(code)
+    return record_exit_code(code)

@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -42,16 +42,19 @@ SYNCED = 256 << 20
 
 
 def cache_folder(name: str) -> Path:
-    """The folder of that name for what can be made again, in $XDG_CACHE_HOME/megabert or ~/.cache/megabert; a user without a home has it
-    in the folder of temporary files."""
+    """The cache folder `name` in $XDG_CACHE_HOME/megabert or ~/.cache/megabert, or in the temporary folder for a user
+    without a home."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if home.startswith("~"):
         home = os.path.join(tempfile.gettempdir(), f"cache-{os.getuid()}")
+        os.makedirs(home, 0o700, exist_ok=True)
+        if os.stat(home).st_uid != os.getuid():
+            raise ValueError(f"{home}: belongs to another user; set XDG_CACHE_HOME to a folder for copies")
     return Path(home, "megabert", name)
 
 
 @contextmanager
-def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(target: str | Path, mark: str, overwrite: bool = False) -> Iterator[Path]:
     """An empty folder to write into, renamed to `target` when the block ends without an error.
 
     Raises ValueError when `target` exists and is not empty, or, with `overwrite`, is not a folder with the file `mark`, which
@@ -68,14 +71,14 @@ def appearing(target: str | Path, mark: str, overwrite: bool = False) -> Iterato
         folder.mkdir()
         return folder
 
-    temporary, writing = locked_folder(make)
+    temporary, writing = create_locked_folder(make)
     try:
-        _remove_abandoned(target, temporary)
+        remove_abandoned(path for path in _hidden(target, "new") if path != temporary)
         yield temporary
         for path in sorted(temporary.rglob("*"), reverse=True):
             sync(path)
         sync(temporary)
-        put_folder(temporary, target, replaced)
+        replace_folder(temporary, target, replaced)
         sync(target.parent)
         for path in _hidden(target, "old"):
             shutil.rmtree(path, ignore_errors=True)
@@ -90,8 +93,8 @@ def files_below(folder: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def naming_when_full(path: Path) -> Iterator[None]:
-    """Context of writes into a file, whose errors do not name it: where the disk is full they do."""
+def add_path_when_full(path: Path) -> Iterator[None]:
+    """Context that adds `path` to the OSError of a full disk, which has no file name if raised by `write`."""
     try:
         yield
     except OSError as error:
@@ -101,11 +104,11 @@ def naming_when_full(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def appearing_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
     """A file to write into, which replaces `path` when the block ends without an error, `synced` to the disk before."""
     temporary = _beside(path, "tmp")
     try:
-        with open(temporary, "wb") as file, naming_when_full(path):
+        with open(temporary, "wb") as file, add_path_when_full(path):
             yield file
             if synced:
                 file.flush()
@@ -117,9 +120,9 @@ def appearing_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write the file `path`, or replace it."""
-    with appearing_file(path) as file:
+    with atomic_file(path) as file:
         file.write(data)
 
 
@@ -128,6 +131,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, *NO_LOCKS) or not path.is_dir():  # some file systems cannot sync a folder
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
@@ -141,9 +147,9 @@ def _hidden(target: Path, kind: str) -> list[Path]:
     return list(target.parent.glob(f".{glob.escape(target.name)}.*.{kind}"))
 
 
-def locked_folder(make: Callable[[], Path]) -> tuple[Path, int]:
-    """A new folder, as `make` makes one, and the descriptor of its lock. Where such folders without a lock are removed as those of
-    killed processes, another process may do so before this one has the lock: then there is another new one."""
+def create_locked_folder(make: Callable[[], Path]) -> tuple[Path, int]:
+    """Create a folder with `make()` and lock it; returns it and the lock's descriptor. Retries if `remove_abandoned`
+    in another process deleted the folder before it was locked."""
     while True:
         folder = make()
         try:
@@ -151,7 +157,7 @@ def locked_folder(make: Callable[[], Path]) -> tuple[Path, int]:
         except FileNotFoundError:
             continue
         try:
-            lock(descriptor, folder, "what a kill leaves there is not removed", wait=True)
+            lock(descriptor, folder, "folders left there by killed processes are not removed", wait=True)
         except OSError:
             os.close(descriptor)
             raise
@@ -160,27 +166,27 @@ def locked_folder(make: Callable[[], Path]) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _remove_abandoned(target: Path, current: Path) -> None:
-    """Remove temporary folders of killed processes that wrote `target`: those that are not locked."""
-    for path in _hidden(target, "new"):
-        if path == current:
+def remove_abandoned(folders: Iterable[Path]) -> None:
+    """Remove folders of killed processes: those that are not locked (`create_locked_folder`)."""
+    for folder in folders:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except (FileNotFoundError, PermissionError):  # renamed or removed meanwhile, or another user's
             continue
         try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            continue  # another process has just renamed it to its target
-        try:
-            if lock(descriptor, path, "remove it by hand if no process writes it"):
-                shutil.rmtree(path, ignore_errors=True)
+            if lock(descriptor, folder, "remove it by hand if no process writes it"):
+                shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
-            log.debug(f"{path}: another process is writing it")
+            log.debug(f"{folder} is in use")
         finally:
             os.close(descriptor)
 
 
-def put_folder(temporary: Path, target: Path, replaced: Path) -> None:
-    """Rename `temporary` to `target`. An existing target becomes `replaced`; there is always one, where the file system can exchange
-    two names in one step, and after an error."""
+def replace_folder(temporary: Path, target: Path, replaced: Path) -> None:
+    """Rename `temporary` to `target`; an existing target is renamed to `replaced`.
+
+    `target` exists at any time if the file system can exchange two names atomically. An error restores the old target.
+    """
     if not target.exists():
         os.rename(temporary, target)
         return
@@ -208,13 +214,13 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def refuse_existing(target: Path, mark: str, overwrite: bool = False) -> None:
-    """Raises ValueError where `appearing` would, and for a URL."""
+    """Raises ValueError if `atomic_folder` would not replace `target`, or if it is a URL."""
     if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(target)):  # a path has lost its second slash
         raise ValueError(f"{target}: is a URL; name a folder, and copy it there")
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():
-        raise ValueError(f"{target}: is not a folder; name another place")
+        raise ValueError(f"{target}: exists and is not a folder; name another folder")
     if not any(target.iterdir()):
         return
     if not overwrite:
@@ -226,8 +232,8 @@ def refuse_existing(target: Path, mark: str, overwrite: bool = False) -> None:
 def lock(descriptor: int, path: Path, otherwise: str, wait: bool = False, shared: bool = False) -> bool:
     """Lock an open file or folder (flock); the system releases it when the process ends.
 
-    False if the file system has no locks; a warning that ends with `otherwise` is shown then. Raises BlockingIOError if another
-    process holds the lock, unless `wait`, and OSError if the file system fails.
+    Returns False, after a warning that ends with the advice `otherwise`, if the file system has no locks. Raises
+    BlockingIOError if another process holds the lock, unless `wait`, and OSError if the file system fails.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -263,7 +269,7 @@ def refuse_newer(number: Any, known: int, where: str) -> None:
     """Raises ValueError if the format of the file `where` has a later number than this program reads."""
     if isinstance(number, int) and number > known:
         raise ValueError(
-            f"{where}: has format {number}, which a later version of MegaBERT wrote; this one reads {known}: update it"
+            f"{where}: has format {number} of a later MegaBERT; this version reads up to {known}: update MegaBERT"
         )
 
 

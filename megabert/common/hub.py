@@ -6,20 +6,23 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from megabert.common import storage
 from megabert.common.errors import Failed
-from megabert.common.files import appearing, cache_folder, lock
+from megabert.common.files import atomic_folder, cache_folder, lock
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, IN_CHECKPOINT, holds_checkpoint
 
+# seconds after which an older copy of a URL's model is removed
+UNUSED = 86_400.0
 # OWNER/NAME
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# of a Hugging Face folder: safetensors, and the older form
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-# ending of the file that names the files of weights, where they are several
+# weight files of a Hugging Face model, preferred format first
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+# suffix of the index of sharded weights
 INDEX = ".index.json"
 # files of a repository with safetensors that a model is read from
 FILES = ("*.json", "vocab.txt", "merges.txt", "*.model", "model.safetensors", "model-*.safetensors")
@@ -27,17 +30,17 @@ FILES = ("*.json", "vocab.txt", "merges.txt", "*.model", "model.safetensors", "m
 
 def model_folder(source: str | Path) -> Path:
     """The folder of a model: `source`, or the hub's repository of that name (google-bert/bert-base-uncased) in the hub's cache,
-    downloaded if it is missing there, or of a URL its copy (`copied`).
+    downloaded if it is missing there, or of a URL its copy (`download_folder`).
 
     Its files are not opened. A name whose first part is a local folder is a wrong path and not looked up. Raises ValueError for
     anything else, Failed if the hub cannot be reached.
     """
-    path = copied(os.fspath(source)) if storage.is_url(source) else Path(source)
+    path = download_folder(os.fspath(source)) if storage.is_url(source) else Path(source)
     if path.is_dir():
         # `best` of a fine-tuning run is a model too
         if not (is_model_folder(path) or holds_checkpoint(path) or is_model_folder(path / "best")):
             raise ValueError(
-                f"{source}: no checkpoint in it, so it is not a run folder; no {' or '.join(WEIGHTS)}, so it is not a "
+                f"{source}: no checkpoint in it, so it is not a run folder; no {' or '.join(WEIGHT_FILES)}, so it is not a "
                 "Hugging Face folder"
             )
         return path
@@ -58,10 +61,11 @@ def refuse_finetuned(path: Path, source: str | Path) -> None:
         )
 
 
-def copied(url: str, weights: bool = True) -> Path:
-    """A copy of a model's folder in a store, or of a run's newest whole checkpoint and files beside it (without `weights` these alone),
-    in $XDG_CACHE_HOME/megabert or ~/.cache/megabert. Raises ValueError where there is neither."""
-    found = storage.below(url)
+def download_folder(url: str, weights: bool = True) -> Path:
+    """Download the model folder at `url`, or a run's newest complete checkpoint with the run's other files, into the
+    cache (`cache_folder`); returns the local folder. `weights` false: only the other files. Raises ValueError if there
+    is neither."""
+    found = storage.list_objects(url)
     steps = [match[1] for match in map(IN_CHECKPOINT.fullmatch, found) if match and match[2] == "manifest.json"]
     newest = max(steps, default="") if weights else ""
     files = {
@@ -69,27 +73,30 @@ def copied(url: str, weights: bool = True) -> Path:
         for name, each in found.items()
         if not name.startswith("lock/") and ((match := IN_CHECKPOINT.fullmatch(name)) is None or match[1] == newest)
     }
-    names = [folder + name + end for folder in ("", f"{BEST}/") for name in WEIGHTS for end in ("", INDEX)]
+    names = [folder + name + end for folder in ("", f"{BEST}/") for name in WEIGHT_FILES for end in ("", INDEX)]
     if weights and not newest and files.keys().isdisjoint(names):
-        raise ValueError(f"{url}: no run with a whole checkpoint, and no {' or '.join(WEIGHTS)}, so no model is there")
+        raise ValueError(
+            f"{url}: not a model: it has no complete checkpoint of a run and no {' or '.join(WEIGHT_FILES)}"
+        )
     of_url = cache_folder("models") / hashlib.sha256(f"{url.rstrip('/')} {weights}".encode()).hexdigest()[:16]
     folder = of_url / hashlib.sha256(repr(sorted(files.values())).encode()).hexdigest()[:16]
     of_url.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(of_url, os.O_RDONLY)
     try:
         # of several processes, as ranks, one copies
-        lock(descriptor, of_url, "start no second process that copies it", wait=True)
+        lock(descriptor, of_url, "do not start a second process that copies it", wait=True)
         if not folder.is_dir():
             log.info(
-                f"{url}: {newest or 'model'} of {sum(each.size for each in files.values()) / 1e6:,.0f} MB is copied to {folder}"
+                f"{url}: copying {newest or 'model'} ({sum(o.size for o in files.values()) / 1e6:,.0f} MB) to {folder}"
             )
-            with appearing(folder, "") as temporary:
+            with atomic_folder(folder, "") as temporary:
                 for name, each in files.items():
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     storage.fetch(each.url, temporary / name)
-            for older in of_url.iterdir():
-                if older != folder:
-                    shutil.rmtree(older, ignore_errors=True)
+        os.utime(folder)
+        for older in of_url.iterdir():
+            if older != folder and older.stat().st_mtime < time.time() - UNUSED:  # others may still read it
+                shutil.rmtree(older, ignore_errors=True)
     finally:
         os.close(descriptor)
     return folder
@@ -100,7 +107,7 @@ def is_model_folder(folder: Path) -> bool:
     return bool(weights_in(folder))
 
 
-def weights_in(folder: Path, names: Sequence[str] = WEIGHTS) -> list[Path]:
+def weights_in(folder: Path, names: Sequence[str] = WEIGHT_FILES) -> list[Path]:
     """Files of weights in a folder, or the indexes that name several, in the order of `names`."""
     paths = [folder / name for file in names for name in (file, file + INDEX)]
     return [path for path in paths if path.is_file()]
@@ -112,8 +119,8 @@ def download(name: str) -> Path:
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
-        if not weights_in(folder, WEIGHTS[:1]):
-            folder = Path(snapshot_download(name, allow_patterns=[*FILES, WEIGHTS[1], "pytorch_model-*.bin"]))
+        if not weights_in(folder, WEIGHT_FILES[:1]):
+            folder = Path(snapshot_download(name, allow_patterns=[*FILES, WEIGHT_FILES[1], "pytorch_model-*.bin"]))
         return folder
     except errors.LocalEntryNotFoundError:
         raise Failed(
@@ -121,10 +128,12 @@ def download(name: str) -> Path:
         ) from None
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
         denied = isinstance(error, errors.GatedRepoError)
-        reason = "asks for access: `hf auth login`" if denied else "has no model of that name, or none that is public"
+        reason = "has no public model of that name"
+        if denied:
+            reason = "restricts access to it: request access on its page, then `hf auth login`"
         raise ValueError(f"{name}: no such folder, and the hub {reason}") from None
     except Exception as error:
-        if not storage.is_of_client(error):
+        if not storage.is_client_error(error):
             raise
         raise Failed(
             f"{name}: no such folder, and the hub cannot be reached ({type(error).__name__}: {error})"

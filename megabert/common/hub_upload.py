@@ -28,7 +28,7 @@ class Repository:
         from huggingface_hub import utils
 
         if not NAME.fullmatch(name):
-            raise ValueError(f"{name}: not a repository's name; give OWNER/NAME")
+            raise ValueError(f"{name}: not a repository name; use OWNER/NAME")
         utils.validate_repo_id(name)
         if huggingface_hub.get_token() is None:
             raise ValueError(f"{name}: the hub asks for a token; `hf auth login`, or set HF_TOKEN")

@@ -19,8 +19,8 @@ log = logging.getLogger("megabert")
 LEVELS = ("debug", "info", "warning", "error")
 
 
-class _Lines(logging.Handler):
-    """Looks up the streams at each line, so that a replaced sys.stdout is used."""
+class _LineHandler(logging.Handler):
+    """Handler that writes to the current sys.stdout and sys.stderr, also if they were replaced after `setup`."""
 
     prefix, is_main = "", True
 
@@ -34,12 +34,16 @@ class _Lines(logging.Handler):
 
 def write(text: str, stream: TextIO) -> None:
     """Write to stdout or stderr and flush. If that fails, because the terminal is closed, or the reader of a pipe has ended (`| tee`,
-    at Ctrl-C), this and later output of the process to the stream is lost, and the error is in `lost`."""
-    global lost
+    at Ctrl-C), this and later output of the process to the stream is lost, and the error is in `write_error`."""
+    global write_error
     try:
         print(text, end="", file=stream, flush=True)
+    except BlockingIOError:  # full, and another process has made it non-blocking
+        with contextlib.suppress(OSError, ValueError):
+            os.set_blocking(stream.fileno(), True)
+            stream.flush()
     except OSError as error:
-        lost = lost or error
+        write_error = write_error or error
         nowhere = os.open(os.devnull, os.O_WRONLY)
         with contextlib.suppress(OSError):  # a stream without a descriptor
             os.dup2(nowhere, stream.fileno())
@@ -47,7 +51,7 @@ def write(text: str, stream: TextIO) -> None:
 
 
 class BarStream:
-    """stderr for a progress bar: `write` fails as little as that of this module."""
+    """stderr for a progress bar; `write` ignores a closed stream, as this module's `write` does."""
 
     def write(self, text: str) -> None:
         write(text, sys.stderr)
@@ -57,7 +61,7 @@ class BarStream:
 
 
 def flush() -> None:
-    """Write what stdout and stderr buffer, which the interpreter does at its exit with a traceback if it fails."""
+    """Flush stdout and stderr here, since the interpreter's flush at exit prints a traceback if a stream is closed."""
     write("", sys.stdout)
     write("", sys.stderr)
 
@@ -68,9 +72,9 @@ def write_notice(text: bytes) -> None:
         os.write(2, text)
 
 
-_lines = _Lines()
+_lines = _LineHandler()
 # The first error of writing to stdout or stderr.
-lost: OSError | None = None
+write_error: OSError | None = None
 
 
 def setup(rank: int = 0) -> None:
@@ -88,7 +92,7 @@ def setup(rank: int = 0) -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """A warning of all ranks or phases, printed once a process by rank 0."""
+    """Log a warning on rank 0, the first time that this text is given."""
     if _lines.is_main:
         log.warning(text)
 
@@ -110,7 +114,8 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def log_progress_every(seconds: float, what: str) -> Callable[[int, int], None]:
-    """A function that logs "DONE of ALL" and `what`, at most once in so many seconds, and nothing in the first of them."""
+    """A function (done, total) that logs "DONE of TOTAL" and `what`, at most once per `seconds`, the first time after
+    `seconds`."""
     last = time.monotonic()
 
     def show(done: int, of: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 CONFIG = "config.json"
 TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "tokenizer.json")
-# one JSON object a line: a logged step, an evaluation's samples, a start, an update that was skipped or had a spike
+# JSON lines: log lines; samples of evaluations; starts of the run; updates that were skipped or whose loss was a spike
 METRICS, SAMPLES, STARTS, TROUBLE = "metrics.jsonl", "samples.jsonl", "starts.jsonl", "trouble.jsonl"
 # the slow ranks at the newest log line; absent while there are none
 SLOW_RANKS = "slow-ranks.json"
@@ -64,7 +64,22 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield line
 
 
+def append_line(path: Path, text: str) -> None:
+    """Append a line to a file, whose last line a kill may have left partial."""
+    with open(path, "ab+") as file:
+        size = file.tell()
+        file.seek(max(size - 1, 0))
+        file.write(b"\n" * (file.read(1) not in (b"\n", b"")) + text.encode() + b"\n")
+
+
 def as_json(values: Mapping[str, Any]) -> str:
     """One line of JSON; non-finite floats are written as strings."""
-    finite = {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-    return json.dumps(finite)
+    return json.dumps(_finite(values))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,32 +18,43 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megabert.common.errors import Failed, tried_again
-from megabert.common.files import appearing_file
+from megabert.common.errors import Failed, with_retries
+from megabert.common.files import atomic_file
 
 T = TypeVar("T")
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# package with fsspec's class for a scheme, where fsspec has it not itself
+# package to install for a scheme that fsspec does not implement itself
 PACKAGES = {
     "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub",
     "az": "adlfs", "abfs": "adlfs",
 }  # fmt: skip
 GLOB = re.compile(r"[*?\[]")
-# of fsspec that reach a local disk, or do something else than read a file
+# fsspec schemes that are refused: local paths, memory and pipes
 REFUSED = ("file", "local", "memory", "pipe")
-# packages whose exceptions are failures of a store or of the way there
+# packages whose exceptions are store or network failures
 CLIENTS = (
     *("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub"),
     "json",  # an answer that is not JSON
 )
-# of a server that a request is wrong, and would be again
-WRONG = (400, 402, 410, 413, 422)
+# HTTP status codes of a wrong request, which is not retried
+NOT_RETRIED = (400, 402, 410, 413, 422)
 # fields of fsspec's description of a file that name its version, the surest first
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "last_commit", "mtime")
 # seconds before each retry, beside those of the libraries
 WAITS = (0.1, 0.5, 2.0, 8.0, 30.0)
-# bytes of a read from an open object, at least, and of a request for a whole one
-BLOCK, PIECE = 4 << 20, 16 << 20
+# read buffer of an open object, and bytes per request when a whole object is read
+BLOCK, CHUNK_BYTES = 4 << 20, 16 << 20
+
+
+# servers that this process has read from, or (with true) written to
+_answered: set[tuple[str, bool]] = set()
+# options by which fsspec's classes use the environment's proxies
+PROXIES = {
+    "http": {"client_kwargs": {"trust_env": True}},
+    "https": {"client_kwargs": {"trust_env": True}},
+    "gs": {"session_kwargs": {"trust_env": True}},
+    "gcs": {"session_kwargs": {"trust_env": True}},
+}
 
 
 class Object(NamedTuple):
@@ -102,7 +113,7 @@ def _list(system: Any, path: str, web: bool) -> dict[str, dict[str, Any]]:
     return {name: info for name, info in system.find(root, detail=True).items() if matches(name)}
 
 
-def below(url: str) -> dict[str, Object]:
+def list_objects(url: str) -> dict[str, Object]:
     """The objects below a folder, by their names relative to it, without those whose names lead out of it, and of a copy of it."""
     start = join(url, "")
     named = {found.url.removeprefix(start): found for found in find(url)}
@@ -163,7 +174,7 @@ class _Ranges(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         end = min(self._at + len(buffer), self._size)
-        data = b"".join(_range(self._url, at, min(at + PIECE, end)) for at in range(self._at, end, PIECE))
+        data = b"".join(_range(self._url, at, min(at + CHUNK_BYTES, end)) for at in range(self._at, end, CHUNK_BYTES))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -185,44 +196,47 @@ def _range(url: str, start: int, end: int) -> bytes:
         if len(data) != end - start:
             if stat(url).size < end:
                 raise ValueError(f"{url}: changed while it was read")
-            raise Failed(f"{url}: the store sent {len(data)} bytes for {end - start}")
+            raise Failed(f"{url}: expected {end - start} bytes, got {len(data)}")
         return data
 
     return request(url, ask)
 
 
 def fetch(url: str, target: Path, progress: Callable[[], object] = lambda: None) -> str:
-    """Copy an object to the file `target`, which appears when it is complete; returns its SHA-256. `progress` is called after every PIECE.
+    """Copy an object to the file `target`, which appears when it is complete; returns its SHA-256. `progress` is called after every chunk.
     Raises as `stat`."""
     size, sha256 = stat(url).size, hashlib.sha256()
-    with appearing_file(target) as file:
-        for start in range(0, size, PIECE):
-            data = _range(url, start, min(start + PIECE, size))
+    with atomic_file(target) as file:
+        for start in range(0, size, CHUNK_BYTES):
+            data = _range(url, start, min(start + CHUNK_BYTES, size))
             sha256.update(data)
             file.write(data)
             progress()
     return sha256.hexdigest()
 
 
-def put(source: Path, url: str) -> None:
-    """Copy a file to an object, which appears when it is complete."""
+def put(source: Path, url: str, progress: Callable[[], object] = lambda: None) -> None:
+    """Copy a file to an object, which appears when it is complete. `progress` is called after every part that the store takes."""
+    from fsspec.callbacks import Callback
+
     system, path = _system(url)
-    request(url, lambda: system.put_file(str(source), path))
+    parts = Callback(hooks={"progress": lambda *_, **__: progress()})
+    request(url, lambda: system.put_file(str(source), path, callback=parts), writes=True)
 
 
 def write(url: str, data: bytes) -> None:
     """Write an object, or replace it."""
     system, path = _system(url)
-    request(url, lambda: system.pipe_file(path, data))
+    request(url, lambda: system.pipe_file(path, data), writes=True)
 
 
 def create(url: str, data: bytes) -> bool:
-    """Write an object that must not exist, by a condition that the store checks; whether it did not exist."""
+    """Create an object atomically with a conditional write; returns False if it already exists."""
     system, path = _system(url)
     try:
-        request(url, lambda: system.pipe_file(path, data, mode="create"))
+        request(url, lambda: system.pipe_file(path, data, mode="create"), writes=True)
     except FileExistsError:
-        # perhaps of this process, whose first try was answered by an error
+        # perhaps this process created it in a first try whose response was lost
         return read(url) == data
     return True
 
@@ -231,7 +245,7 @@ def remove(url: str) -> None:
     """Remove an object, if it exists."""
     system, path = _system(url)
     with contextlib.suppress(FileNotFoundError):
-        request(url, lambda: system.rm_file(path))
+        request(url, lambda: system.rm_file(path), writes=True)
 
 
 def _system(url: str) -> tuple[Any, str]:
@@ -242,10 +256,10 @@ def _system(url: str) -> tuple[Any, str]:
     assert match, url
     scheme = match[1].lower()
     if scheme in REFUSED or (scheme not in PACKAGES and scheme not in fsspec.available_protocols()):
-        raise ValueError(f"{url}: a path, or a URL with {', '.join(sorted(PACKAGES))}")
+        raise ValueError(f"{url}: unsupported URL scheme; use a local path or one of {', '.join(sorted(PACKAGES))}")
     try:
         # of this process: fsspec keeps it, but no listings
-        system = fsspec.filesystem(scheme, use_listings_cache=False)
+        system = fsspec.filesystem(scheme, use_listings_cache=False, **PROXIES.get(scheme, {}))
         return system, system._strip_protocol(url)
     except ImportError:
         package = PACKAGES.get(scheme, scheme)
@@ -255,25 +269,29 @@ def _system(url: str) -> tuple[Any, str]:
 def _object(url: str, info: dict[str, Any]) -> Object:
     version = next((str(info[field]) for field in VERSIONS if info.get(field)), "")
     if info.get("size") is None:
-        raise ValueError(f"{url}: its server tells no size; download it, and name the file")
+        raise ValueError(f"{url}: its server sends no Content-Length; download it and pass the local file")
     return Object(url, int(info["size"]), version)
 
 
-def is_of_client(error: Exception) -> bool:
+def is_client_error(error: Exception) -> bool:
     """Whether an error is one of CLIENTS."""
     return type(error).__module__.partition(".")[0] in CLIENTS
 
 
-def request(url: str, send: Callable[[], T]) -> T:
-    """The answer of a store, with retries after transient failures."""
+def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
+    """The answer of a store to a request that only reads or `writes`, with retries after transient failures."""
+    server = (url.split("/", 3)[2], writes) if is_url(url) else None
 
     def ask() -> T:
         try:
-            return send()
+            answer = send()
+            if server:
+                _answered.add(server)
+            return answer
         except (FileExistsError, Failed):
             raise
         except Exception as error:
-            # fsspec says of every failure of a web server that there is no such file
+            # fsspec turns every HTTP failure into FileNotFoundError; look at its cause
             if isinstance(error, FileNotFoundError) and type(error.__cause__).__module__.startswith("aiohttp"):
                 error = error.__cause__  # type: ignore[assignment]
             # of the hub's library, of aiohttp
@@ -281,18 +299,19 @@ def request(url: str, send: Callable[[], T]) -> T:
             if status == 404 or isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, "no such object", url) from None
             if isinstance(error, PermissionError) or status in (401, 403):
-                raise ValueError(
-                    f"{url}: access denied; check the credentials, and what the store allows them"
-                ) from None
-            if not (isinstance(error, OSError) or is_of_client(error)):
+                text = f"{url}: access denied; check the credentials and their permissions"
+                # those that were good may have expired: another process reads them again
+                raise (Failed(text) if server in _answered else ValueError(text)) from None
+            if not (isinstance(error, OSError) or is_client_error(error)):
                 raise
-            # the first line, since later ones may hold the request, and without what a URL is signed with
+            # the first line only, since later ones may contain the request; without query strings, which may hold
+            # signatures
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             reason = re.sub(r"\?\S+", "?…", getattr(error, "server_message", None) or first).replace("\n", " ")
-            if status in WRONG:
+            if status in NOT_RETRIED:
                 raise ValueError(f"{url}: refused ({reason:.200})") from None
             if "Credentials" in type(error).__name__:
                 raise ValueError(f"{url}: no credentials ({reason:.200})") from None
             raise Failed(f"{url}: {reason:.200}") from error
 
-    return tried_again(ask, WAITS)
+    return with_retries(ask, WAITS)

@@ -18,10 +18,10 @@ def in_order(
     waiting: int,
     begin: Callable[[], object] = lambda: None,
 ) -> Generator[R, None, None]:
-    """`function(item)` of each item in their order, computed by `threads` threads that are at most `waiting` items ahead.
+    """Yield `function(item)` in the order of `items`, computed by `threads` threads at most `waiting` items ahead.
 
-    `items` is iterated in the caller's thread. Each thread calls `begin` first. An exception of `function` is raised here, and later
-    items are not started.
+    `items` is iterated in the caller's thread. Each thread first calls `begin`. An exception of `function` is raised
+    here, and items that are not running yet are cancelled.
     """
     queue: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, initializer=begin) as pool:

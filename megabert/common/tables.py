@@ -97,11 +97,11 @@ def rows(
 ) -> Iterator[tuple[str, list[Any]]]:
     """(file and line, the values of `columns`) of each row: texts; in JSON and Arrow also numbers, lists, None.
 
-    A column is a name in the header, a key of the JSON objects, or alternatives separated by |, of which the first existing one
-    is used; in a table without a header a number from 0. With `headed` false a table has no header if all columns have numbers
-    and the first line none of their names. With `cut_rows` rows of another width than the first have no values; else they raise
-    ValueError, as does a missing column, unless the rows of a table without a header may be `ragged`. Class numbers of a saved
-    dataset are replaced by the names in its description.
+    A column is a header name, a key of the JSON objects, a number from 0 in a table without header, or alternatives
+    separated by |, of which the first that exists is used. `headed` false: a table may lack a header; it does if every
+    column has a numeric alternative and the first line contains none of the names. A row whose width differs from the
+    first row's raises ValueError, unless `cut_rows` (its values are []) or, without a header, `ragged`. A missing
+    column raises ValueError. Class numbers of a saved dataset are replaced by their names.
     """
     alternatives = [column.split("|") for column in columns]
     headless = not headed and all(any(one.isdecimal() for one in of) for of in alternatives)
@@ -139,6 +139,8 @@ def _records(
         for file in files(path):
             yield from _arrow_records(file)
         return
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: is no plain file, and a table is read twice; write it to a file first")
     name = Path(path.name.removesuffix(".gz")).suffix
     first = next(lines(path), (0, ""))[1]
     if name in (".jsonl", ".json") or (first.startswith("{") and name not in ENDINGS):
@@ -154,7 +156,8 @@ def _records(
     table = _csv_rows(path) if is_csv else ((n, line.split("\t")) for n, line in lines(path) if line)
     top = next(table, (0, list[str]()))
     names = [name.strip() for name in top[1]]
-    headed = header is None or not header.isdisjoint(names)
+    of_pandas = len(names) > 1 and names == list(map(str, range(len(names))))  # of a frame without names
+    headed = header is None or not header.isdisjoint(names) or of_pandas
     for number, row in table if headed else chain([top], table):
         if not headed and (ragged or row is top[1]):
             names = list(map(str, range(len(row))))

@@ -14,6 +14,8 @@ CONFIG_KEYS = {
     "scheduler": "remove it and set schedule.*",
     "zero_optimization.offload_optimizer": "remove it: the optimizer's state stays on the device",
     "zero_optimization.offload_param": "remove it: the weights stay on the device",
+    "zero_optimization.cpu_offload": "remove it: the optimizer's state stays on the device",
+    "zero_optimization.cpu_offload_param": "remove it: the weights stay on the device",
     "managed_gradient_accumulation": "remove it: an update's micro-steps are DeepSpeed's",
 }
 
@@ -69,7 +71,8 @@ def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, pre
     merged = dict(ours)
     for key, value in user.items():
         name = f"{prefix}{key}"
-        if key not in ours and name in CONFIG_KEYS and value != {"device": "none"}:  # no offload
+        off = ({"device": "none"}, False) if prefix else ()  # no offload
+        if key not in ours and name in CONFIG_KEYS and value not in off:
             raise ValueError(f"{source}: {name} is not for this file; {CONFIG_KEYS[name]}")
         if key not in ours:
             merged[key] = value

@@ -357,7 +357,8 @@ class OpsConfig(Section):
         "bias+GELU and dropout+add+LayerNorm; auto: native, else torch; compiled: the whole layer by torch.compile",
     )
     optimizer: Literal["auto", "torch", "apex"] = setting(
-        "auto", "kernels of AdamW or LAMB; apex: NVIDIA's, LAMB only at zero.stage 0 without split_qkv, no Muon or StableAdamW"
+        "auto",
+        "kernels of AdamW or LAMB; apex: NVIDIA's, LAMB only at zero.stage 0 without split_qkv, no Muon or StableAdamW",
     )
 
 
@@ -479,9 +480,13 @@ class Config(Section):
     )
     init_from: str = setting("", "run folder or checkpoint whose weights start this run (phase 2)")
     init_moments: bool = setting(False, "also load the moments of init_from (as NVIDIA's phase 2)")
-    max_bad_steps: int = setting(10, "non-finite updates in a row before the run stops", gt=0)
+    max_bad_steps: int = setting(
+        10, "updates in a row not applied, as non-finite or skipped spikes, before the run stops", gt=0
+    )
     peak_tflops: float = setting(
-        0.0, "peak of matrix products of a device for MFU; 0: in bf16 the GPU's datasheet, else measured once a machine", ge=0
+        0.0,
+        "peak of matrix products of a device for MFU; 0: in bf16 the GPU's datasheet, else measured once a machine",
+        ge=0,
     )
     phases: list[PhaseConfig] = setting(
         [],

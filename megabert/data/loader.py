@@ -1,5 +1,5 @@
-"""Loader of a rank's updates, read, masked and collated by processes that work ahead. Its only state is the number of the next update,
-because an update is a range of one fixed order of rows.
+"""Loader of a rank's updates; worker processes read, mask and collate them ahead of time. Its only state is the number
+of the next update, because an update is a range of one fixed order of rows.
 
 Update `step` takes global positions [step * G, (step + 1) * G), counted from `origin`. Position P is the row that the dataset's
 order (`order`) has at P % rows of epoch P // rows (of several datasets: `mixture`), masked by (seed, epoch, row id). Ranks,
@@ -19,20 +19,20 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megabert.common import errors
-from megabert.common.environment import keep_freed_memory
+from megabert.common.environment import disable_malloc_trimming
 from megabert.common.logs import log
 from megabert.config import Config, MaskingConfig, accumulation
-from megabert.data.batch import Batch, BatchLayout, Update, collate
+from megabert.data.batch import BatchLayout, Update, collate
 from megabert.data.masking import MaskingVocabulary, mask
 from megabert.data.mixture import AnyDataset
-from megabert.data.shards import Dataset, Rows
+from megabert.data.shards import Rows
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.signals import SIGNALS
 
@@ -45,10 +45,10 @@ CHUNK_TOKENS = 1 << 18
 class Loader:
     """Endless iterator over this rank's updates from `start_step` on; `step` is the next one's number.
 
-    `workers` processes each keep `prefetch` updates ready (0, or too little shared memory: made on request, in this process). They
-    ignore the signals that stop a run, which needs them until it has saved; `close` ends them. `origin`: the position of update 0,
-    below 0 where an earlier phase took more rows an update. `node_ranks` share this machine's memory. Raises ValueError for a
-    tokenizer that is not the dataset's.
+    `workers` processes each keep `prefetch` updates ready; with 0, or too little shared memory, this process makes each
+    update on request. Workers ignore the signals that stop a run, since the run still needs batches until it has saved;
+    `close` ends them. `origin`: global position of update 0, below 0 where earlier phases took fewer rows an update.
+    `node_ranks`: ranks that share this machine's memory. Raises ValueError for a tokenizer that is not the dataset's.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Loader:
     ) -> None:
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
         self.step, self.global_batch = start_step, global_batch
-        self._source = _MaskedRows(dataset, tokenizer, seed, micro_batch, masking)
-        self._updates = _Updates(self._source, global_batch, rank, world, origin)
+        self._source = MaskedRows(dataset, tokenizer, seed, micro_batch, masking)
+        self._updates = _UpdateDataset(self._source, global_batch, rank, world, origin)
         # places of this rank's update
         self.rows = self._updates.micro_steps * micro_batch
         self._pin = pin_memory
@@ -86,17 +86,10 @@ class Loader:
 
     @staticmethod
     def from_config(
-        config: Config,
-        dataset: AnyDataset,
-        tokenizer: Tokenizer | MaskingVocabulary,
-        *,
-        rank: int = 0,
-        world: int = 1,
-        start_step: int = 0,
-        origin: int = 0,
-        node_ranks: int = 1,
+        config: Config, dataset: AnyDataset, tokenizer: Tokenizer | MaskingVocabulary, **sharding: int
     ) -> Loader:
-        """The loader for a phase's configuration; memory is pinned where there is a CUDA device."""
+        """The loader for a phase's configuration, with pinned memory on CUDA. `sharding`: rank, world, start_step,
+        origin, node_ranks."""
         return Loader(
             dataset,
             tokenizer,
@@ -104,14 +97,10 @@ class Loader:
             micro_batch=config.batch.micro_size,
             seed=config.seed,
             masking=config.data.masking,
-            rank=rank,
-            world=world,
             workers=config.data.workers,
-            prefetch=-(-config.data.prefetch // accumulation(config, world)),
-            start_step=start_step,
-            origin=origin,
+            prefetch=-(-config.data.prefetch // accumulation(config, sharding.get("world", 1))),
             pin_memory=torch.cuda.is_available(),
-            node_ranks=node_ranks,
+            **sharding,
         )
 
     def __iter__(self) -> Loader:
@@ -120,7 +109,7 @@ class Loader:
     def __next__(self) -> Update:
         if self._items is None:
             raise StopIteration
-        made: _Made = next(self._items)
+        made: _WorkerUpdate = next(self._items)
         buffers = (made.narrow, made.wide)
         if self._pin and not made.narrow.is_pinned():
             buffers = (made.narrow.pin_memory(), made.wide.pin_memory())
@@ -143,9 +132,10 @@ class Loader:
         """End the worker processes; the loader is exhausted then."""
         self._items = None
         self._end_workers()
+        self._source.dataset.stop_fetching()
 
     def _room_for(self, updates: int) -> bool:
-        """Whether shared memory has room for so many of this rank's updates; a line says so if it has not."""
+        """Whether shared memory has room for `updates` updates of this rank's size; logs a warning if not."""
         if not os.path.isdir(SHARED_MEMORY):
             return True
         masking = self._source.masking
@@ -162,8 +152,8 @@ class Loader:
     def _start_workers(self, steps: Iterable[int], workers: int, prefetch: int) -> None:
         """Fork the workers, which takes milliseconds, with the signals below blocked.
 
-        The threads that a run has by then (gloo, watchdog, OpenMP) are harmless: a worker computes with numpy and one torch
-        thread, and Python and glibc reset their locks after a fork.
+        Forking a process with threads (gloo, watchdog, OpenMP) is safe here: a worker uses only numpy and one torch
+        thread, and Python and glibc reset their locks in the child.
         """
         loader = torch.utils.data.DataLoader(
             self._updates,
@@ -187,8 +177,8 @@ class Loader:
         self._workers = [p for p in multiprocessing.active_children() if p not in others]
 
 
-class _Made(NamedTuple):
-    """An update as a worker sends it: its buffers, and why it has no rows ("": it has)."""
+class _WorkerUpdate(NamedTuple):
+    """An update as a worker sends it: its buffers, and the error that left it without rows, or ""."""
 
     narrow: torch.Tensor
     wide: torch.Tensor
@@ -196,13 +186,13 @@ class _Made(NamedTuple):
     problem_code: int
 
 
-class _Updates(torch.utils.data.Dataset):
-    """Step -> `_Made` of one rank.
+class _UpdateDataset(torch.utils.data.Dataset):
+    """Step -> `_WorkerUpdate` of one rank.
 
     If a rank's rows cannot be read it gets fillers, the reason and an exit code, so that it still takes part in collectives.
     """
 
-    def __init__(self, source: _MaskedRows, global_batch: int, rank: int, world: int, origin: int) -> None:
+    def __init__(self, source: MaskedRows, global_batch: int, rank: int, world: int, origin: int) -> None:
         self.source, self.global_batch, self.origin = source, global_batch, origin
         self.micro_steps = -(-global_batch // (source.micro_batch * world))
         # places of this rank in the global batch, int64 [n], micro-step by micro-step
@@ -223,7 +213,7 @@ class _Updates(torch.utils.data.Dataset):
         row_ids[vacant] = -1
         return row_ids, epochs
 
-    def __getitem__(self, step: int) -> _Made:
+    def __getitem__(self, step: int) -> _WorkerUpdate:
         """The next update of a process; the one after it is read ahead meanwhile."""
         if self.ahead is None or self.ahead[0] != step:
             self.ahead = step, *self.rows(step)
@@ -240,10 +230,10 @@ class _Updates(torch.utils.data.Dataset):
             problem, code = errors.describe(error), errors.exit_code(error)
             buffers = self.source.make(np.full_like(row_ids, -1), epochs, masking)
         narrow, wide = map(torch.from_numpy, buffers)
-        return _Made(narrow, wide, problem, code)
+        return _WorkerUpdate(narrow, wide, problem, code)
 
 
-class _MaskedRows:
+class MaskedRows:
     """Buffers of masked rows by (row id, epoch), for training and evaluation."""
 
     def __init__(
@@ -261,14 +251,18 @@ class _MaskedRows:
             self.vocabulary = MaskingVocabulary.of(tokenizer)
         else:
             raise ValueError(
-                f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs)"
+                f"{tokenizer.path}: not the tokenizer that {dataset.folder} was built with (SHA-256 differs); "
+                "use the one in the dataset's folder"
             )
         if (size := len(self.vocabulary.special)) != manifest.vocab_size:
-            raise ValueError(f"{dataset.folder}: manifest says {manifest.vocab_size} tokens, the tokenizer has {size}")
+            raise ValueError(
+                f"{dataset.folder}: vocab_size is {manifest.vocab_size}, but the tokenizer has {size} tokens; "
+                "rebuild the dataset with this tokenizer"
+            )
         if micro_batch < 1:
             raise ValueError(f"batch.micro_size={micro_batch} must be at least 1")
         self.dataset, self.seed, self.micro_batch = dataset, seed, micro_batch
-        # that of update 0; others may be causal
+        # masking of update 0; `of_update` gives that of the others, which may be causal
         self.masking = masking or MaskingConfig()
 
     def layout(self, rows: int, masking: MaskingConfig) -> BatchLayout:
@@ -315,42 +309,17 @@ class _MaskedRows:
         return rows
 
 
-def eval_batches(
-    dataset: Dataset,
-    tokenizer: Tokenizer | MaskingVocabulary,
-    *,
-    micro_batch: int,
-    seed: int,
-    masking: MaskingConfig | None = None,
-    rank: int = 0,
-    world: int = 1,
-    max_rows: int | None = None,
-) -> Iterator[Batch]:
-    """This rank's share of the first `max_rows` rows (all without it), each once over all ranks, always the same mask.
-
-    Every rank gets the same number of batches of `micro_batch` rows, as collectives need; the remaining places are fillers
-    (row id -1). Raises DamagedRow.
-    """
-    source = _MaskedRows(dataset, tokenizer, seed, micro_batch, masking)
-    layout = source.layout(micro_batch, source.masking)
-    rows = min(dataset.rows, max_rows or dataset.rows)
-    for first in range(0, rows, micro_batch * world):
-        row_ids = first + rank * micro_batch + np.arange(micro_batch)
-        row_ids[row_ids >= rows] = -1
-        narrow, wide = map(torch.from_numpy, source.make(row_ids, np.zeros_like(row_ids), source.masking))
-        yield from layout.micro_batches(narrow, wide, micro_batch)
-
-
 # -- worker processes ------------------------------------------------------------------------------------------------
 
 
 def _start_worker(_: int) -> None:
-    """End a worker at once when its parent process ends; torch checks only every 5 s. Nothing that it inherited is collected: the end of
-    an inherited process group waits for threads that a fork does not have."""
+    """Initialise a worker: exit with the parent process at once (torch checks every 5 s), and exempt inherited objects
+    from garbage collection, since destroying an inherited process group would wait for threads that a fork does not
+    have."""
     gc.freeze()
     gc.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    keep_freed_memory()
+    disable_malloc_trimming()
 
 
 def _end_with_parent() -> None:

@@ -4,8 +4,8 @@ Random numbers are hashes of (seed, epoch, row id, position), so there is no sta
 every other special id are neither predicted nor drawn as a replacement. The strategies:
 
     token  positions drawn one by one                                        (Devlin et al. 2019, section 3.1)
-    word   whole words in random order, without those that exceed what is left of the budget (google-research/bert's whole-word
-           masking). In scripts without spaces between words a token is a word, see `Tokenizer.unit_start`
+    word   whole words in random order, skipping those that exceed the remaining budget (google-research/bert's
+           whole-word masking). In scripts without spaces between words a token is a word, see `Tokenizer.unit_start`
     span   the same, in an order in which the words of a span are neighbours: sequences are divided into spans of 1 to 10
            words, P(k) ~ 0.2 * 0.8^(k-1), and spans drawn one by one         (Joshi et al. 2020, arXiv 1907.10529, section 3.1)
     causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included; with
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 IGNORE = -100
 # 2^32 / golden ratio
 GOLDEN32 = 0x9E3779B9
-LAST = np.uint32(0xFFFFFFFF)
+MAX_UINT32 = np.uint32(0xFFFFFFFF)
 # first counter of each use of a row's random stream
 CHOICE, ACTION, REPLACEMENT, SPAN = (np.uint32(stream << 16) for stream in range(4))
 # words of a span for each 16-bit random number: a geometric distribution without its tail, with a mean of 3.8
@@ -124,7 +124,10 @@ def _choose(
     max_sequences = bounds.shape[1]
     sequence_shift, position_mask = 32 - max_sequences.bit_length(), _position_mask(seq_len)
     if sequence_shift - int(position_mask).bit_length() < 10:
-        raise ValueError(f"rows of {seq_len} tokens with {max_sequences} sequences leave no room for random bits")
+        raise ValueError(
+            f"rows of {seq_len} tokens with up to {max_sequences} sequences exceed masking's 32-bit sort keys; "
+            "build the dataset with a shorter --seq-len"
+        )
     # every position belongs to a sequence or, last, to the padding
     lengths = np.empty((n, max_sequences + 1), np.int64)
     lengths[:, :max_sequences] = bounds[:, :, 0]
@@ -148,11 +151,11 @@ def _choose(
     if masking.strategy != "token":
         span_keys = keys if masking.strategy == "span" else None
         return _choose_words(drawn, vocabulary.unit_start[ids.ravel()], special, lengths, specials, budget, span_keys)
-    drawn.ravel()[special] = LAST
+    drawn.ravel()[special] = MAX_UINT32
     drawn.sort(axis=1)
     row_start = np.arange(0, n * seq_len, seq_len)
     first = np.cumsum(maskable, axis=1) - maskable + row_start[:, None]
-    taken = drawn.ravel()[_runs(first.ravel(), budget.ravel())] & position_mask
+    taken = drawn.ravel()[_ranges(first.ravel(), budget.ravel())] & position_mask
     chosen = np.zeros(drawn.size, dtype=bool)
     chosen[np.repeat(row_start, budget.sum(1)) + taken] = True
     return np.flatnonzero(chosen)
@@ -167,8 +170,8 @@ def _choose_words(
     budget: np.ndarray,
     span_keys: np.ndarray | None,
 ) -> np.ndarray:
-    """As `_choose`: words in the order of the `drawn` numbers (uint32 [n, T]) of their first tokens, without those that exceed what
-    is left of their sequence's `budget` (int64 [n, S]).
+    """As `_choose`: words in the order of the `drawn` numbers (uint32 [n, T]) of their first tokens, skipping those
+    that exceed the remaining `budget` (int64 [n, S]) of their sequence.
 
     Words begin at `edge` (bool [n * T], overwritten), after `special` positions (flat, int64), and with sequences. `lengths` and
     `specials`, int64 [n, S + 1]: their tokens, and how many are special; last the padding. With `span_keys`, uint64 [n], the words
@@ -176,14 +179,14 @@ def _choose_words(
     """
     n, seq_len = drawn.shape
     ends, position_mask = np.cumsum(lengths), _position_mask(seq_len)
-    # where no word continues, whatever its token
+    # positions at which a new word begins regardless of the token: after special tokens, at sequence starts
     breaks = np.zeros(edge.size + 1, dtype=bool)
     breaks[special + 1] = breaks[ends] = breaks[0] = True
     edge |= breaks[:-1]
     edge[special] = False
     if span_keys is not None:
         _join_spans(drawn, np.flatnonzero(edge), breaks, span_keys)
-    drawn = np.where(edge.reshape(n, seq_len), drawn, LAST)
+    drawn = np.where(edge.reshape(n, seq_len), drawn, MAX_UINT32)
     drawn.sort(axis=1)
     edge[special] = True
     edges = np.append(np.flatnonzero(edge), edge.size)
@@ -193,14 +196,15 @@ def _choose_words(
     row_start = np.arange(0, edge.size, seq_len)[:, None]
     first = (np.cumsum(words, axis=1) - words + row_start).ravel()
     taken, left, words = np.zeros(edge.size, dtype=bool), budget.ravel().copy(), words.ravel()
-    # first as many words as the budget has tokens, which nearly always suffice, then the others
+    # a word has at least one token, so `budget` words nearly always fill the budget; the rest is a second pass
     likely = np.minimum(left, words)
     for begin, count in ((first, likely), (first + likely, words - likely)):
         count = np.where(left > 0, count, 0)
-        group, at = np.repeat(np.arange(len(left)), count), _runs(begin, count)
+        group, at = np.repeat(np.arange(len(left)), count), _ranges(begin, count)
         word = (drawn.ravel()[at] & position_mask) + at // seq_len * seq_len
-        # Each round takes the words before a sequence's first one that does not fit, and drops those that no longer will; there
-        # are seldom more than three rounds, and at most about as many as the longest word has tokens.
+        # Each round takes a sequence's words up to the first that does not fit, then drops all that exceed the
+        # remaining budget. Three rounds nearly always suffice; the maximum is about the number of tokens in the
+        # longest word.
         while len(word):
             size = edges[before[word + 1]] - word
             total = np.cumsum(size)
@@ -212,7 +216,7 @@ def _choose_words(
             rest = ~fits & (size <= left[group])
             word, group = word[rest], group[rest]
     word = np.flatnonzero(taken)
-    return _runs(word, edges[before[word + 1]] - word)
+    return _ranges(word, edges[before[word + 1]] - word)
 
 
 def _join_spans(drawn: np.ndarray, first: np.ndarray, breaks: np.ndarray, keys: np.ndarray) -> None:
@@ -230,8 +234,9 @@ def _join_spans(drawn: np.ndarray, first: np.ndarray, breaks: np.ndarray, keys: 
     begin += np.repeat(start - begin[start], words)
     leads = np.zeros(len(first), dtype=bool)
     leads[begin[begin < np.repeat(start + words, words)]] = True
-    lead, own = np.flatnonzero(leads), drawn.ravel()[first]
-    drawn.ravel()[first] = np.repeat(own[lead] & ~position_mask, np.diff(lead, append=len(first))) | own & position_mask
+    lead, bits = np.flatnonzero(leads), drawn.ravel()[first]
+    leading = np.repeat(bits[lead] & ~position_mask, np.diff(lead, append=len(first)))
+    drawn.ravel()[first] = leading | bits & position_mask
 
 
 def _position_mask(seq_len: int) -> np.uint32:
@@ -272,7 +277,7 @@ def _hash32(low: np.ndarray, high: np.ndarray, counter: np.ndarray) -> np.ndarra
     return x
 
 
-def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """int64: starts[0], starts[0] + 1, … (counts[0] of them), then those of starts[1], and so on."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
@@ -304,7 +309,7 @@ def _replace(
         at = row * capacity + slot
     low, high = _halves(keys[row])
     slot_mask = np.uint32((1 << (capacity - 1).bit_length()) - 1)
-    shuffled = np.full((n, capacity), LAST)
+    shuffled = np.full((n, capacity), MAX_UINT32)
     shuffled.ravel()[at] = _hash32(low, high, position + ACTION) & ~slot_mask | slot.astype(np.uint32)
     shuffled.sort(axis=1)
     # the prediction, or run, drawn as the row's slot-th
@@ -313,7 +318,7 @@ def _replace(
     angle += slot.astype(np.uint32) * np.uint32(GOLDEN32)
     as_mask = angle < np.uint64(round(masking.mask * 2**32))
     as_random = ~as_mask & (angle < np.uint64(round((masking.mask + masking.random) * 2**32)))
-    masked, random = (_runs(run[of], length[of]) if runs else of for of in (nth[as_mask], nth[as_random]))
+    masked, random = (_ranges(run[of], length[of]) if runs else of for of in (nth[as_mask], nth[as_random]))
     shown = ids.astype(np.int32)
     shown.ravel()[chosen[masked]] = vocabulary.mask_id
     row, position = np.divmod(chosen[random], seq_len)

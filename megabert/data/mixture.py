@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megabert.common import storage
 from megabert.common.files import compact
 from megabert.common.logs import warn_once
 from megabert.config import Config
@@ -50,9 +51,12 @@ class Mixture:
         first = self.parts[0]
         for part in self.parts[1:]:
             _check_alike(first, part)
+        seen: dict[str, Dataset] = {}
         for part in self.parts:
+            if (other := seen.setdefault(part.manifest.fingerprint, part)) is not part:
+                raise ValueError(f"{part.place}: is the dataset of {other.place}; name it once, with both shares")
             part.most_open = max(1, min(part.most_open, OPEN_SHARDS // len(self.parts)))
-            part.share_cache(len(self.parts))
+            part.share_cache(sum(storage.is_url(each.place) for each in self.parts) or 1)
         self.offsets = [0, *np.cumsum([part.rows for part in self.parts]).tolist()]
         self.rows: int = self.offsets[-1]
         self.folder, self.tokenizer_path = first.folder, first.tokenizer_path
@@ -120,6 +124,11 @@ class Mixture:
         """As `Dataset.fetch_ahead`."""
         for part, count in zip(self.parts, self.counts, strict=True):
             part.fetch_ahead(seed, position // WINDOW * count, progress)
+
+    def stop_fetching(self) -> None:
+        """As `Dataset.stop_fetching`."""
+        for part in self.parts:
+            part.stop_fetching()
 
     def _by_part(self, row_ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """The parts of the rows, each with the indices of its rows."""
@@ -191,6 +200,10 @@ def open_mixture(folder: str, mix: Mapping[str, float], shards: bool = True, cac
     """
     if mix and (sum(mix.values()) >= 1 or min(mix.values()) <= 0):
         raise ValueError(f"data.mix={dict(mix)}: give shares above 0 that leave one for data.path")
+    if mix and min(*mix.values(), 1 - sum(mix.values())) * WINDOW < 0.5:
+        raise ValueError(
+            f"data.mix={dict(mix)}: a share is below 1/{2 * WINDOW}, less than a row in {WINDOW}; give more"
+        )
     if folder in mix:
         raise ValueError(f"data.mix names {folder}, which is data.path; its share is what the others leave")
     return _mixture([Dataset(path, None if shards else Manifest.load(path), cache) for path in (folder, *mix)], mix)
@@ -263,4 +276,5 @@ def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:
         rows = dataset.read(row_ids)
         used = np.arange(manifest.seq_len) < rows.bounds[:, :, 0].sum(1, keepdims=True)
         counts += np.bincount(rows.ids[used], minlength=len(predicted))
+    dataset.stop_fetching()  # shards that stay open are not removed from a cache
     return counts * predicted

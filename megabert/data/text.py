@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -47,13 +47,9 @@ _SENTENCE_TERMINAL = """
 """
 
 
-def _characters(ranges: str) -> str:
-    edges = [[int(edge, 16) for edge in item.split("-")] for item in ranges.split()]
-    return "".join(chr(c) for edge in edges for c in range(edge[0], edge[-1] + 1))
-
-
+_EDGES = [[int(edge, 16) for edge in item.split("-")] for item in _SENTENCE_TERMINAL.split()]
 # without Burmese's comma
-SCRIPT_TERMINALS = frozenset(_characters(_SENTENCE_TERMINAL)) - {"\u104a"}
+SCRIPT_TERMINALS = frozenset(chr(c) for edges in _EDGES for c in range(edges[0], edges[-1] + 1)) - {"\u104a"}
 # Marks that end a sentence and need no space after them: ideographic, Devanagari, Urdu, Arabic, Armenian, Ethiopic,
 # Burmese, Khmer and Tibetan ones.
 GLUED = "\u3002\uff01\uff1f\uff61\u0964\u0965\u06d4\u061f\u0589\u1362\u1367\u1368\u104b\u17d4\u17d5\u0f0d\u0f0e"
@@ -127,9 +123,9 @@ def _segments(text: str, replacements: Iterator[Replacement]) -> Iterator[Replac
     yield at, len(text), text[at:]
 
 
-def _controls(text: str) -> Iterator[Replacement]:
-    for match in CONTROLS.finditer(text):
-        yield match.start(), match.end(), " "
+def _replacing(pattern: re.Pattern[str], new: str) -> Callable[[str], Iterator[Replacement]]:
+    """A rule that replaces each match."""
+    return lambda text: ((match.start(), match.end(), new) for match in pattern.finditer(text))
 
 
 def _separations(text: str) -> Iterator[Replacement]:
@@ -137,21 +133,11 @@ def _separations(text: str) -> Iterator[Replacement]:
         yield match.end() - 1, match.end(), f"{match[0][-1]} "
 
 
-def _spaces(text: str) -> Iterator[Replacement]:
-    for match in SPACES.finditer(text):
-        yield match.start(), match.end(), " "
-
-
 def _long_words(text: str) -> Iterator[Replacement]:
     for match in _LONG_WORD.finditer(text) if len(text) > MAX_WORD else ():
         for end in slice_ends(match[0])[:-1]:
             end += match.start()
             yield end - 1, end, f"{text[end - 1]} "
-
-
-def _invisible(text: str) -> Iterator[Replacement]:
-    for match in () if text.isascii() else INVISIBLE.finditer(text):
-        yield match.start(), match.end(), ""
 
 
 def slice_ends(word: str) -> list[int]:
@@ -205,7 +191,7 @@ def _composable() -> re.Pattern[str]:
 
 
 # the steps of `prepared` before the form, in order
-RULES = (_controls, _separations, _spaces, _long_words, _invisible)
+RULES = (_replacing(CONTROLS, " "), _separations, _replacing(SPACES, " "), _long_words, _replacing(INVISIBLE, ""))
 
 
 def offsets_in_original(text: str, encoded: str, offsets: np.ndarray, form: Form) -> np.ndarray:

@@ -291,14 +291,22 @@ class Tokenizer:
         without characters: a blank, or one of several tokens of a single character.
         """
         cleaned = [prepared(text, self.form) for text in texts]
+        encoded = self.processor.encode(cleaned, return_type="offset_mapping", num_threads=1)
         found = []
-        for text, clean, (ids, at) in zip(texts, cleaned, self._encode_with_offsets(cleaned), strict=True):
-            offsets = without_blanks(clean, np.array(at, np.int64).reshape(-1, 2))
-            found.append((ids, offsets_in_original(text, clean, offsets, self.form)))
+        for text, clean, one in zip(texts, cleaned, encoded, strict=True):
+            offsets = without_blanks(clean, np.array(one["offsets"], np.int64).reshape(-1, 2))
+            found.append((one["ids"], offsets_in_original(text, clean, offsets, self.form)))
         return found
 
-    def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        raise NotImplementedError
+    def is_of(self, sha256: str) -> bool:
+        """Whether a dataset whose tokenizer has this SHA-256 was built with this tokenizer, or with its file as it is: a WordPiece
+        model's `tokenizer.json` is read as its vocabulary where a model is opened."""
+        if sha256 == self.sha256:
+            return True
+        try:
+            return sha256 == Tokenizer.load(self.path).sha256
+        except (ValueError, OSError):  # only its vocabulary can be read, or it is gone
+            return False
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids, without [PAD], [CLS], [SEP] and [MASK]. ValueError for an id outside the vocabulary."""
@@ -320,8 +328,8 @@ class UnknownTokens:
     tokens: int = 0
 
     def add(self, rows: Iterable[Sequence[int] | np.ndarray]) -> UnknownTokens:
-        """Count the tokens of texts, given as ids."""
-        for ids in rows:
+        """Count the tokens of texts, given as ids; none if the tokenizer has no token for unknown ones."""
+        for ids in rows if self.tokenizer.unk_id != self.tokenizer.pad_id else ():
             self.unknown += int(np.equal(ids, self.tokenizer.unk_id).sum())
             self.tokens += len(ids)
         return self
@@ -442,10 +450,6 @@ class _SentencePiece(Tokenizer):
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         find, name = self.processor.piece_to_id, self.processor.id_to_piece
         return [without_space(self, ids, lambda i: find(name(i)[1:])) for ids in self.encode_texts(words)]
-
-    def _encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        encoded = self.processor.encode(texts, return_type="offset_mapping", num_threads=1)
-        return [(e["ids"], e["offsets"]) for e in encoded]
 
     def _decode(self, ids: list[int]) -> str:
         return self.processor.decode(ids).translate(RESERVED)

@@ -236,7 +236,7 @@ class FastTokenizer(Tokenizer):
         super().__init__(path, sha256.hexdigest(), shown, special, starts)
         self.data = data
         self.continuation = self.tree["model"].get("continuing_subword_prefix") or ""
-        self._hidden = {*special.values()} - {self.unk_id}
+        self._hidden = {i for role, i in special.items() if role != "unk"}
         self._find_words()
 
     def _add(self, data: bytes, added: Sequence[Mapping[str, Any]], vocabulary: Mapping[str, int]) -> bytes:

@@ -28,14 +28,14 @@ from megabert.common import environment, errors
 
 # A host name, an IPv4 or an IPv6 address.
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
-# Longer than any work that rank 0 does alone between collectives (hashing, consolidating).
+# Timeout of collectives; must exceed the longest work of a single rank between two of them (hashing, consolidating).
 TIMEOUT = timedelta(minutes=20)
-# Seconds between two meetings of the ranks while rank 0 works longer.
+# Seconds between the collectives in which the ranks wait for a long action of rank 0.
 LONG_SECONDS = 5.0
 # Rendezvous ports under srun, below 32,768, where Linux's ephemeral ports begin.
 PORTS = range(20_000, 32_000)
-# Launcher, and its variables for the rank, the number of ranks, and the local rank. The shell of a batch script has SLURM_PROCID
-# too, but only srun sets the variables of a step.
+# Launcher and its variables for rank, world size and local rank. A batch script's shell has SLURM_PROCID too, but only
+# srun sets SLURM_STEP_NUM_TASKS.
 LAUNCHERS = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -43,7 +43,8 @@ LAUNCHERS = (
 )
 # Most facts, and ranks of each value, in the message of `check_same`.
 SHOWN = 4
-# gloo's threads release the tensors of a collective within microseconds, on a loaded machine within milliseconds.
+# Sleep before the process group is destroyed, see `shutdown`. gloo's threads release tensors within microseconds,
+# under load milliseconds.
 SETTLE_SECONDS = 0.2
 
 Result = TypeVar("Result")
@@ -65,8 +66,8 @@ class World:
     backend: str
     launcher: str
     master: tuple[str, int] | None = None
-    # What keeps this start apart from others that use the same store: under srun, where the port is derived from them, job, step and
-    # restart count; under torchrun the restart count; otherwise "".
+    # Key prefix in the rendezvous store, unique to this start: under srun job, step and restart count (from which the
+    # port is derived, too); under torchrun the restart count; otherwise "".
     job: str = ""
 
     @property
@@ -135,7 +136,7 @@ class World:
         return tensor.tolist()
 
 
-class RankRefused(ValueError):
+class RankError(ValueError):
     """A rank cannot continue with the files it read, or with its output. Raised on every rank, with the exit code of the cause."""
 
     def __init__(self, text: str, code: int) -> None:
@@ -144,7 +145,7 @@ class RankRefused(ValueError):
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, str, int]:
-    """The result of `action`, then text and exit code of its ValueError or OSError."""
+    """Run `action`; returns (result, "", OK), or (None, message, exit code) after a ValueError or OSError."""
     try:
         return action(), "", errors.OK
     except (ValueError, OSError) as error:
@@ -152,8 +153,10 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, str, int]:
 
 
 def on_main(world: World, action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0; returns its result, JSON, on every rank. Its error is raised on every rank, as ValueError or Failed. A
-    collective."""
+    """Run `action` on rank 0, and return its JSON result on every rank. A collective.
+
+    A ValueError or OSError of `action` is raised on every rank, as ValueError or Failed.
+    """
     result, problem, code = world.broadcast(_attempt(action) if world.is_main else None)
     if code:
         raise errors.Failed(problem) if code == errors.FAILED else ValueError(problem)
@@ -170,15 +173,15 @@ def on_main_long(world: World, action: Callable[[], Result]) -> Result:
 
 
 def on_every_rank(world: World, action: Callable[[], Result]) -> Result:
-    """Run `action` on every rank; returns this rank's result. A collective. Raises RankRefused on every rank if it raises
+    """Run `action` on every rank; returns this rank's result. A collective. Raises RankError on every rank if it raises
     ValueError or OSError on any."""
     result, problem, code = _attempt(action)
-    refuse_together(world, problem, code)
+    raise_on_all_ranks(world, problem, code)
     return result
 
 
-def refuse_together(world: World, problem: str, code: int) -> None:
-    """Raises RankRefused on every rank if any has a `problem`, whose exit code is `code` (0: none). A collective.
+def raise_on_all_ranks(world: World, problem: str, code: int) -> None:
+    """Raises RankError on every rank if any has a `problem`, whose exit code is `code` (0: none). A collective.
 
     Names the first rank with a fault (code 4), since other problems may be its consequence; without faults the first rank.
     """
@@ -186,11 +189,11 @@ def refuse_together(world: World, problem: str, code: int) -> None:
         return
     reports = [(rank, *report) for rank, report in enumerate(world.gather([problem, code])) if report[1]]
     for rank, text, exit_code in sorted(reports, key=lambda report: report[2] != errors.FAILED):
-        raise RankRefused(text if world.size == 1 else f"rank {rank}: {text}", exit_code)
+        raise RankError(text if world.size == 1 else f"rank {rank}: {text}", exit_code)
 
 
 def check_same(world: World, facts: Mapping[str, Any]) -> None:
-    """Raises RankRefused on every rank unless the `facts`, by name, are the same on all: names the first ones that differ, with the
+    """Raises RankError on every rank unless the `facts`, by name, are the same on all: names the first ones that differ, with the
     ranks and hosts. A collective."""
     texts = {name: str(value) for name, value in facts.items()}
     digest = int.from_bytes(hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()[:7], "big")
@@ -199,7 +202,7 @@ def check_same(world: World, facts: Mapping[str, Any]) -> None:
         hosts, of_ranks = world.gather(environment.host_name()), world.gather(texts)
         names = sorted({name for of_rank in of_ranks for name in of_rank})
         found = [_difference(name, [of_rank.get(name, "none") for of_rank in of_ranks], hosts) for name in names]
-        raise RankRefused("; ".join([text for text in found if text][:SHOWN]), errors.USER_ERROR)
+        raise RankError("; ".join([text for text in found if text][:SHOWN]), errors.USER_ERROR)
 
 
 def _difference(name: str, values: Sequence[str], hosts: Sequence[str]) -> str:
@@ -217,7 +220,7 @@ def _difference(name: str, values: Sequence[str], hosts: Sequence[str]) -> str:
 
 
 # Environment variables that `init` set.
-_described: list[str] = []
+_set_variables: list[str] = []
 # gloo group of all ranks; None if the default group uses gloo.
 _control: dist.ProcessGroup | None = None
 
@@ -249,7 +252,7 @@ def init(world: World) -> World:
         return world
     if world.size == 1:
         # NCCL needs an interface, also without peers and without a network
-        _describe("NCCL_SOCKET_IFNAME", "lo")
+        _set_variable("NCCL_SOCKET_IFNAME", "lo")
         address, store = ("127.0.0.1", 0), dist.HashStore()
         dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     else:
@@ -257,7 +260,7 @@ def init(world: World) -> World:
     # Libraries expect torchrun's variables under every launcher.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name, value in zip(names, (world.rank, world.local_rank, world.size, *address), strict=True):
-        _describe(name, str(value))
+        _set_variable(name, str(value))
     if world.size > 1 and world.backend != "gloo":
         _control = dist.new_group(backend="gloo", timeout=TIMEOUT)
     if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -265,21 +268,21 @@ def init(world: World) -> World:
     return replace(world, master=address) if world.size > 1 else world
 
 
-def _describe(name: str, value: str) -> None:
-    """Set an environment variable until `shutdown`, unless it is set."""
+def _set_variable(name: str, value: str) -> None:
+    """Set an environment variable, which `shutdown` removes again; an existing one is kept."""
     if name not in os.environ:
         os.environ[name] = value
-        _described.append(name)
+        _set_variables.append(name)
 
 
-def unused_gpu(variables: Mapping[str, str] | None = None) -> str:
+def explain_unused_gpu(variables: Mapping[str, str] | None = None) -> str:
     """Why torch does not see the GPU of this machine, and how to fix it; "" without a GPU, or if torch sees it or it is hidden
     by CUDA_VISIBLE_DEVICES."""
     env = os.environ if variables is None else variables
     driver, needed = environment.nvidia_driver(), torch.version.cuda
     if not driver or torch.cuda.is_available() or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
-    why = f"torch, made for CUDA {needed}, sees no device: update the driver, or install the torch of its CUDA"
+    why = f"torch, built for CUDA {needed}, finds no GPU: update the driver, or install torch for the driver's CUDA"
     if needed is None:
         why = "torch is the build for CPUs: install torch with CUDA"
     return f"NVIDIA's driver {driver} is loaded, and {why}; to train on the CPU set CUDA_VISIBLE_DEVICES="
@@ -295,8 +298,8 @@ def shutdown() -> None:
         # DeepSpeed forgets the groups it made in this world if it destroys the world itself.
         deepspeed: Any = sys.modules.get("deepspeed.comm")
         (deepspeed if deepspeed is not None and deepspeed.is_initialized() else dist).destroy_process_group()
-    while _described:
-        os.environ.pop(_described.pop(), None)
+    while _set_variables:
+        os.environ.pop(_set_variables.pop(), None)
     _control = None
 
 
@@ -312,9 +315,11 @@ def first_host(nodelist: str) -> str:
 
 def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher: str) -> World:
     if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is outside the world of {size} that {launcher} describes")
+        raise ValueError(f"rank {rank} must be in [0, {size}); check the rank and world-size variables of {launcher}")
     if not 0 <= local_rank <= rank:
-        raise ValueError(f"local rank {local_rank} of rank {rank} is impossible; {launcher} describes it")
+        raise ValueError(
+            f"local rank {local_rank} of rank {rank} must be 0 to {rank}; check the local-rank variable of {launcher}"
+        )
     master, job = None, ""
     if size > 1:
         if "MASTER_ADDR" in env and not HOST.fullmatch(env["MASTER_ADDR"]):
@@ -352,12 +357,12 @@ def _start(world: World) -> tuple[str, int]:
     place = "" if world.master is None else f" at {world.master[0]}:{world.master[1]}"
     agent_store = world.launcher == "torchrun" and bool(world.job)
     try:
-        host, port = world.master or (_host_through_mpi(), 0)
+        host, port = world.master or (_find_host_over_mpi(), 0)
         store: Any = None
         if world.is_main and not agent_store:
             try:
                 bound = environment.address_to_bind(host)
-            except ValueError:  # perhaps that of a service in front of this machine
+            except ValueError:  # of another machine: perhaps of a load balancer or a Kubernetes service
                 if world.launcher == "srun":
                     raise
                 bound = ""
@@ -366,10 +371,10 @@ def _start(world: World) -> tuple[str, int]:
             options: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
             store = dist.TCPStore(bound or "localhost", port, wait_for_workers=False, timeout=TIMEOUT, **options)
         if world.master is None:
-            port = _through_mpi(port)
+            port = _broadcast_over_mpi(port)
         store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-        # The prefix keeps jobs apart if another one on the host uses the same port. torchrun without a rendezvous backend keeps its
-        # store, so that restarted ranks would connect to the addresses of the killed ones.
+        # The prefix separates this start from another job on the same port, and from an earlier attempt: torchrun's
+        # static rendezvous reuses its store, which holds the addresses of the killed ranks.
         store = dist.PrefixStore(f"ranks {world.job}", store)
         _check_devices(world, store)
         ranks: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
@@ -383,18 +388,19 @@ def _start(world: World) -> tuple[str, int]:
 
 
 def _check_devices(world: World, store: dist.Store) -> None:
-    """Raises RankRefused on every rank if some have GPUs and others do not: their process groups would wait for each other."""
+    """Raises RankError on every rank if only some have GPUs: NCCL and gloo groups would wait for each other
+    forever."""
     store.set(f"device {world.rank}", f"{world.device.type} {environment.host_name()}")
     if world.is_main:
         places = [store.get(f"device {rank}").decode().split(" ", 1) for rank in range(world.size)]
         devices, hosts = zip(*places, strict=True)
         store.set("devices", _difference("the device that torch sees", devices, hosts))
     if problem := store.get("devices").decode():
-        raise RankRefused(problem, errors.USER_ERROR)
+        raise RankError(problem, errors.USER_ERROR)
 
 
-def _host_through_mpi() -> str:
-    """The host of rank 0's store."""
+def _find_host_over_mpi() -> str:
+    """Host of rank 0's store, agreed on over MPI: 127.0.0.1 if all ranks are on one host."""
     environment.require_packages("mpirun without MASTER_ADDR and MASTER_PORT", "mpi", "mpi4py")
     from mpi4py import MPI
 
@@ -402,8 +408,8 @@ def _host_through_mpi() -> str:
     return "127.0.0.1" if len(set(names)) == 1 else str(names[0])
 
 
-def _through_mpi(value: int) -> int:
-    """Rank 0's `value`."""
+def _broadcast_over_mpi(value: int) -> int:
+    """Rank 0's `value` on every rank, broadcast over MPI."""
     from mpi4py import MPI
 
     return int(MPI.COMM_WORLD.bcast(value, root=0))
@@ -413,6 +419,6 @@ def _number(env: dict[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default
-    if not re.fullmatch(r"-?[0-9]{1,9}", text or ""):  # int() accepts blanks, underscores and digits of other scripts
+    if not re.fullmatch(r"-?[0-9]{1,10}", text or ""):  # int() accepts blanks, underscores and digits of other scripts
         raise ValueError(f"environment variable {name}={text!r} is not a number")
     return int(text or "")

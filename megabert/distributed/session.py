@@ -16,7 +16,7 @@ from megabert.common.environment import raise_descriptor_limit
 from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.distributed import ranks, signals
-from megabert.distributed.ranks import RankRefused, World
+from megabert.distributed.ranks import RankError, World
 from megabert.distributed.signals import Stop
 from megabert.distributed.watchdog import Watchdog
 
@@ -45,14 +45,16 @@ class Session:
             self.world.is_main or self.errors_may_differ or (self.watchdog is not None and self.world.local_rank == 0)
         )
 
-    def join(self, ends: float | None = None) -> Stop:
-        """Start the process group. From then on signals, and the time `ends` (seconds since the epoch), request a stop. A
-        collective. Raises ValueError if torch does not see this machine's GPU, instead of training on the CPU."""
-        if problem := ranks.unused_gpu():
+    def join(self, deadline: float | None = None) -> Stop:
+        """Start the process group. From then on a signal, or the `deadline` (seconds since the epoch), requests a stop.
+
+        A collective. Raises ValueError if torch does not see this machine's GPU, rather than train on the CPU.
+        """
+        if problem := ranks.explain_unused_gpu():
             raise ValueError(problem)
         raise_descriptor_limit()
         self.world = ranks.init(self.world)
-        return Stop(ends)
+        return Stop(deadline)
 
     def watch(self, folder: Path, timeout_seconds: float) -> Watchdog:
         """Start the watchdog, which writes stacks of hanging ranks to `folder`. A collective."""
@@ -62,19 +64,20 @@ class Session:
         return watchdog
 
     def close(self, good: bool) -> None:
-        """End watchdog and process group, and hand back the signals. `good`: without an error."""
+        """Stop the watchdog, destroy the process group, and restore the signal handlers. `good`: see
+        `Watchdog.stop`."""
         if self.watchdog is not None:
             self.watchdog.stop(good)
         ranks.shutdown()
-        signals.hand_back()
+        signals.restore_handlers()
 
 
 def run(command: Callable[[Session], int], finish: Callable[[], object] = lambda: None) -> int:
-    """Run `command`, and `finish()` if it ends without an error; returns its exit code, after printing mistakes and faults in one line
-    and ending process group and watchdog.
+    """Run `command(session)`, then `finish()` if it returned normally; returns the exit code.
 
-    If one rank of several fails, its process exits at once: the others may be waiting for it in a collective, and NCCL's
-    process group cannot be destroyed before that has ended.
+    Known errors are printed in one line. If one of several ranks fails, its process exits at once: the others may be
+    waiting for it in a collective, and NCCL's process group cannot be destroyed before that has ended. Otherwise
+    watchdog and process group are shut down.
     """
     session, good = None, False
     try:
@@ -87,7 +90,8 @@ def run(command: Callable[[Session], int], finish: Callable[[], object] = lambda
             session.world.barrier()
         good = True
         return code
-    except (BadTraining, RankRefused) as error:  # raised on every rank
+    except (BadTraining, RankError) as error:
+        good = True  # raised on every rank: none is reported as dead while another one still closes its sinks
         if session is not None and session.world.is_main:
             log.error(errors.describe(error))
         return errors.exit_code(error)
@@ -110,8 +114,8 @@ def run(command: Callable[[Session], int], finish: Callable[[], object] = lambda
 
 
 def _report(error: Exception, session: Session | None) -> int:
-    """The exit code of an error that other ranks may not have; prints it in one line if its kind is known. Exits if another rank
-    has failed."""
+    """Print an error of this rank in one line if its type is known; returns its exit code. Exits the process if the
+    watchdog finds that another rank has failed."""
     if isinstance(error, ValueError | OSError):
         if session is None or session.prints_errors:
             log.error(errors.describe(error))
@@ -130,7 +134,7 @@ def _report(error: Exception, session: Session | None) -> int:
     if not session.watchdog.started:
         log.error(f"another rank exited before rank {session.world.rank} connected to it: {first}")
         return errors.FAILED
-    session.watchdog.explain()  # a collective also fails when another rank has died
+    session.watchdog.exit_if_rank_died()  # a collective also fails when another rank has died
     return UNEXPECTED
 
 
@@ -139,4 +143,4 @@ def _end_process(code: int) -> None:
     if code == UNEXPECTED:
         logs.write(traceback.format_exc(), sys.stderr)
     logs.flush()
-    os._exit(errors.leave_exit_code(code))
+    os._exit(errors.record_exit_code(code))

@@ -1,8 +1,9 @@
 """Requests to stop: signals and time limits set a flag, and the training loop then saves and ends on all ranks.
 
-INT (Ctrl-C), TERM, HUP (a closed terminal), USR1 and USR2 request a stop, and so does an approaching limit (`--max-time`, the end of the SLURM job). The
-loop checks the flag after every update; a collective in a signal handler would hang. A second signal ends the process at once,
-unless it follows within a second: a launcher and the batch system may both forward one request.
+INT (Ctrl-C), TERM, HUP (a closed terminal), USR1 and USR2 request a stop, and so does an approaching limit
+(`--max-time`, the end of the SLURM job). The loop checks the flag after every update; a collective in a signal handler
+would hang. A second signal ends the process at once, unless it arrives within ECHO_SECONDS: a launcher and the batch
+system may both forward the same request.
 
 This module must not import torch: signals are caught before the slow imports.
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megabert.common import logs
-from megabert.common.errors import leave_exit_code
+from megabert.common.errors import record_exit_code
 
 # Exit code: everything is saved, run the same command again.
 REQUEUE = 85
@@ -28,8 +29,8 @@ if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
     SIGNALS = (*SIGNALS, signal.SIGHUP)
 # Printed if there is nothing to save yet.
 NOTHING = b"stopped: nothing was trained yet; the same command starts again\n"
-# Environment variable with the file descriptor from which a rank with a keeper (`train --in-place`) reads its environment.
-PLACE = "MEGABERT_KEEPER_PLACE"
+# Environment variable: file descriptor of the pipe from which a rank started by a keeper reads its real environment.
+ENVIRONMENT_FD = "MEGABERT_KEEPER_PLACE"
 # Environment variable of a rank that restarts in place: it must save the state in memory before it ends.
 RESTARTED = "MEGABERT_KEEPER_RESTARTED"
 # Environment variable with the time at which the job started, if ranks restart within it, in seconds since the epoch.
@@ -40,9 +41,9 @@ NOTICE = b"\nstopping: the run is saved after this update; Ctrl-C again ends it 
 ECHO_SECONDS = 1.0
 # Number of updates, and of saves, whose maximum estimates the time of the next one.
 RECENT = 100
-# Updates until all ranks know of a request: the reports on an update are read after the next one.
+# Updates between a request and the stop: reports of an update are gathered during the next one.
 LATE = 2
-# Time for everything besides updates, evaluations and saves, as the exit.
+# Seconds reserved for everything else, such as the exit.
 MARGIN_SECONDS = 5.0
 # Estimate of the first save: fraction of the allowed time, and its maximum in seconds.
 UNKNOWN_SAVE = (0.1, 60.0)
@@ -52,13 +53,13 @@ _taken_over = threading.Event()
 _early: threading.Thread | None = None
 # When a signal was received before a `Stop` existed, in seconds of the monotonic clock.
 _early_request: float | None = None
-# Handlers before `take_over`, in a process that a command was called in.
+# Handlers before `install_handlers`, in a process that a command was called in.
 _before: dict[signal.Signals, Any] = {}
 
 
-def leave_when_signalled() -> None:
-    """Exit with REQUEUE at a signal until a `Stop` takes over; before that there is nothing to save. A rank that restarts in place
-    keeps the request for its `Stop`.
+def exit_on_signals() -> None:
+    """Exit with REQUEUE on a signal until a `Stop` exists; before that there is nothing to save. A rank that restarts
+    in place records the request instead, for its `Stop` to honour.
 
     A thread waits for signals, since a main thread that is blocked in a rendezvous runs no Python signal handlers.
     """
@@ -76,9 +77,9 @@ def _leave(restarted: bool) -> None:
         if (received := signal.sigtimedwait(SIGNALS, 0.1)) is None:
             continue
         if not restarted:
-            if os.environ.get("LOCAL_RANK", "0") == "0" and PLACE not in os.environ:
+            if os.environ.get("LOCAL_RANK", "0") == "0" and ENVIRONMENT_FD not in os.environ:
                 logs.write_notice(b"\n" * (received.si_signo == signal.SIGINT) + NOTHING)
-            os._exit(leave_exit_code(REQUEUE))
+            os._exit(record_exit_code(REQUEUE))
         if _early_request is None:
             _early_request = time.monotonic()
         elif time.monotonic() - _early_request > ECHO_SECONDS:
@@ -91,7 +92,7 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def take_over(request: Callable[[int, Any], None]) -> None:
+def install_handlers(request: Callable[[int, Any], None]) -> None:
     """Handle signals by calling `request` on the main thread."""
     for number in SIGNALS:
         _before.setdefault(number, signal.signal(number, request))
@@ -102,7 +103,7 @@ def take_over(request: Callable[[int, Any], None]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def hand_back() -> None:
+def restore_handlers() -> None:
     """Restore the signal handlers of the program that called the command."""
     while _before:
         number, handler = _before.popitem()
@@ -117,16 +118,16 @@ def interrupt(number: int, frame: Any) -> None:
 class Stop:
     """`requested` becomes true at a signal, or when the remaining time is needed for saving."""
 
-    def __init__(self, ends: float | None = None) -> None:
-        """`ends`: time by which this process must have exited, in seconds since the epoch; None for no limit."""
-        self._ends = ends
+    def __init__(self, deadline: float | None = None) -> None:
+        """`deadline`: time by which this process must have exited, in seconds since the epoch; None for no limit."""
+        self._deadline = deadline
         self._updates: deque[float] = deque(maxlen=RECENT)
         self._saves: deque[float] = deque(maxlen=RECENT)
         self._uploads: deque[float] = deque(maxlen=RECENT)
         share, most = UNKNOWN_SAVE
-        self._first_save = 0.0 if ends is None else min(share * max(ends - time.time(), 0.0), most)
+        self._first_save = 0.0 if deadline is None else min(share * max(deadline - time.time(), 0.0), most)
         self._signalled: float | None = None
-        take_over(self._request)
+        install_handlers(self._request)
         self._signalled = self._signalled or _early_request
 
     def _request(self, number: int, frame: Any) -> None:
@@ -144,37 +145,40 @@ class Stop:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the last update must start that can be followed by a save, and its upload, in time; infinite without a limit."""
-        if self._ends is None:
+        """Seconds left for starting an update: those to the deadline, minus LATE updates, a save with its upload, and
+        MARGIN_SECONDS; infinite without a deadline."""
+        if self._deadline is None:
             return float("inf")
         save = max(self._saves, default=self._first_save)
         save += max(self._uploads, default=0.0)
-        return self._ends - time.time() - LATE * max(self._updates, default=0.0) - save - MARGIN_SECONDS
+        return self._deadline - time.time() - LATE * max(self._updates, default=0.0) - save - MARGIN_SECONDS
 
-    def updated(self, seconds: float) -> None:
+    def record_update(self, seconds: float) -> None:
         """Record the duration of an update, including its data but not an evaluation."""
         self._updates.append(seconds)
 
-    def saved(self, seconds: float) -> None:
+    def record_save(self, seconds: float) -> None:
         """Record the duration of a save until it was committed."""
         self._saves.append(seconds)
 
-    def uploaded(self, seconds: float) -> None:
+    def record_upload(self, seconds: float) -> None:
         """Record the duration of a checkpoint's upload, for which the end of the job waits."""
         self._uploads.append(seconds)
 
 
-def end_of_time(max_time: str, environment: Mapping[str, str], started: float) -> float | None:
-    """The time at which the job must have ended, in seconds since the epoch: the earlier one of `--max-time` ("" for none) after
-    `started`, or after the job's own start if ranks restart within it, and the end of the SLURM job. Raises ValueError naming the
-    value that cannot be parsed."""
-    ends = [float(environment.get(STARTED, started)) + parse_duration(max_time)] if max_time else []
+def find_deadline(max_time: str, environment: Mapping[str, str], started: float) -> float | None:
+    """The job's deadline in seconds since the epoch, or None: the earlier of `started` + `--max-time` ("" for none)
+    and the end of the SLURM job. Under --in-place the time counts from the job's start, not the rank's.
+
+    Raises ValueError naming the value that cannot be parsed.
+    """
+    deadlines = [float(environment.get(STARTED, started)) + parse_duration(max_time)] if max_time else []
     slurm = environment.get("SLURM_JOB_END_TIME", "")
     if slurm:
         if not slurm.isdecimal():
             raise ValueError(f"environment variable SLURM_JOB_END_TIME={slurm!r} is not a number of seconds")
-        ends.append(float(slurm))
-    return min(ends, default=None)
+        deadlines.append(float(slurm))
+    return min(deadlines, default=None)
 
 
 def parse_duration(text: str) -> float:

@@ -4,11 +4,11 @@ Every rank sends a heartbeat per second, over a separate connection to the proce
 thread and the number of collectives it has entered. Each rank has two threads: `_exchange` reads and writes the store, and may
 block when the process that hosts it is stopped; `_judge` never blocks. Both run while the main thread waits in a collective.
 
-    a rank's process has ended, or a rank on another host     the job ends at once
+    a rank's process has exited, or a rank on another host    that rank has failed
     sent no heartbeat for LOST_SECONDS
-    no rank made progress within the limit (see below)        the failed ranks are those without a heartbeat; if there are none,
+    no rank made progress within the limit (see below)        the ranks without a heartbeat have failed; if there are none,
                                                               those that block the others (`find_failed_ranks`)
-    the store is gone, does not answer for LOST_SECONDS       rank 0, which hosts it, has failed
+    the store has closed, does not answer for LOST_SECONDS    rank 0, which hosts it, has failed
     (rank 0 on another host), or does not answer at the limit
 
 The limit is `timeout` seconds, or GAPS times the longest time without progress since training started, if that is longer.
@@ -39,7 +39,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megabert.common.environment import host_name
-from megabert.common.errors import FAILED, leave_exit_code
+from megabert.common.errors import FAILED, record_exit_code
 from megabert.common.logs import write_notice
 from megabert.common.processes import is_alive, pid_namespace
 from megabert.distributed.ranks import World, wait_for_ranks
@@ -48,7 +48,7 @@ from megabert.distributed.ranks import World, wait_for_ranks
 START_SECONDS = 600.0
 # Minimum limit while rank 0 closes its sinks and the others wait for it; less than `ranks.TIMEOUT`.
 CLOSING_SECONDS = 1100.0
-# Factor over the longest measured time between signs of progress, which a slow update does not exceed.
+# The limit is at least this multiple of the longest observed time without progress.
 GAPS = 3
 # Seconds between heartbeats.
 TICK = 1.0
@@ -56,9 +56,9 @@ TICK = 1.0
 SILENT_SECONDS = 5.0
 # Seconds without a heartbeat after which a rank on another host counts as lost.
 LOST_SECONDS = 12.0
-# Ticks for which a process must be gone: it may have ended normally just before.
+# Ticks after which a missing process counts as dead; its last heartbeat may still say that it ended normally.
 GONE_TICKS = 2
-# Seconds for which the store must be unreachable, for the same reason.
+# Seconds after which an unreachable store counts as lost; rank 0 may just have ended normally.
 STORE_SECONDS = 3.0
 # Seconds for which rank 0, which hosts the store, waits after a verdict, so that the others can read it.
 READERS_SECONDS = 2.5
@@ -94,7 +94,7 @@ class Peer:
     waiting: bool = False
     # Number of collectives entered, finished or not, by process group.
     entered: dict[str, int] = field(default_factory=dict)
-    # It ended normally.
+    # The rank ended normally, so its missing process is no failure.
     left: bool = False
     # Seconds without progress.
     idle: float = math.inf
@@ -106,15 +106,11 @@ class Peer:
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
-    def update(self, heartbeat: Mapping[str, Any]) -> None:
-        """Set the fields of its newest heartbeat."""
-        vars(self).update(heartbeat)
-
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the job ends, and the hosts of the failed ranks. `hang`: every rank writes its stacks; `kill`: ranks to kill; `speaker`:
-    the rank that prints the text."""
+    """Why the job ends (`text`), and the failed ranks' hosts. `hang`: every rank writes its stacks; `kill`: ranks to
+    kill; `speaker`: the rank that prints `text`."""
 
     text: str
     hosts: list[str]
@@ -132,9 +128,9 @@ class Watchdog:
         self._step = self._finished = self._beat = self._answers = 0
         # Seconds without progress, without an answer of the store, and since this rank proposed a verdict.
         self._idle = self._store_silent = self._pending = 0.0
-        # The longest time between signs of progress since `opened`; None before that.
+        # The longest time between signs of progress since `training_started`; None before that.
         self._longest: float | None = None
-        # Mean round trip to the store in seconds over the last ROUND_TRIPS since `opened`, and their number.
+        # Mean round trip to the store in seconds over the last ROUND_TRIPS since `training_started`, and their number.
         self.round_trip, self._round_trips = 0.0, 0
         # All ranks have started their watchdogs.
         self.started = False
@@ -168,25 +164,26 @@ class Watchdog:
         self._finished += 1
         self._step = self._step if step is None else step
 
-    def opened(self) -> None:
+    def training_started(self) -> None:
         """Training starts: measure the times between signs of progress from now on."""
         self._longest = 0.0
         self._round_trips = 0
         self._closing = False
 
-    def closing(self) -> None:
-        """Training has ended: sinks are closed, of which some upload."""
+    def training_ended(self) -> None:
+        """Training has ended; allow CLOSING_SECONDS from now on, since closing a sink may upload files."""
         self._closing = True
 
     def stop(self, good: bool) -> None:
-        """End the threads. `good`: the rank ended normally, so that the others do not report it."""
+        """Stop the threads. `good`: a clean exit, which the other ranks do not report as a failure."""
         self._good = good
         self._leaving.set()
         if self.started:
             self._left.wait(2 * TICK)
 
-    def explain(self) -> None:
-        """After a collective failed: exits if another rank is found dead, otherwise returns."""
+    def exit_if_rank_died(self) -> None:
+        """After a failed collective, wait for the watchdog to exit this process if another rank has died; else
+        return."""
         self._failed = True
         time.sleep(EXPLAIN_SECONDS)
 
@@ -246,7 +243,7 @@ class Watchdog:
         return max(least, GAPS * (self._longest or 0.0))
 
     def _watched(self) -> list[Peer]:
-        """The next rank; close to the limit or after a failure all others, so that missing heartbeats are known at the limit."""
+        """The peers whose heartbeats are read: the next rank only; near the limit or after a failure all others."""
         others = [peer for peer in self._peers if peer.rank != self.world.rank]
         if self._failed or self._idle >= self._limit - SILENT_SECONDS - 2 * TICK:
             return others
@@ -260,7 +257,8 @@ class Watchdog:
             time.sleep(TICK)
             now = time.monotonic()
             elapsed, last = min(now - last, 2 * TICK), now
-            # each once, the limit first: progress that comes meanwhile is seen at the next tick, and must not lower the limit before
+            # one consistent reading for this tick, the limit first: progress in between must not lower the limit of
+            # this tick
             limit, finished, answers = self._limit, self._finished, self._answers
             if finished != seen and self._longest is not None:
                 self._longest = max(self._longest, self._idle + elapsed)
@@ -268,7 +266,7 @@ class Watchdog:
             self._store_silent = self._store_silent + elapsed if answers == answered else 0.0
             seen, answered = finished, answers
             for peer in self._watched():
-                self._look_at(peer, elapsed)
+                self._update_peer(peer, elapsed)
             if self._proposal is None:
                 self._proposal = self._find(limit)
             else:
@@ -277,11 +275,11 @@ class Watchdog:
             if verdict is not None and not self._leaving.is_set():
                 self._end(verdict)
 
-    def _look_at(self, peer: Peer, elapsed: float) -> None:
+    def _update_peer(self, peer: Peer, elapsed: float) -> None:
         last = self._heartbeats.get(peer.rank)
         if last is not None and last["beat"] != peer.beat:
             peer.silent = 0.0
-            peer.update(last)
+            vars(peer).update(last)
         elif self._store_silent < 2 * TICK:  # otherwise heartbeats may be missing because the store does not answer
             peer.silent += elapsed
         visible = peer.namespace == self._peers[self.world.rank].namespace
@@ -310,7 +308,7 @@ class Watchdog:
         if any(p.idle < limit for p in watched):
             return None  # this rank waits for one that makes progress
         this_rank = self._peers[self.world.rank]
-        this_rank.update(self._heartbeat())
+        vars(this_rank).update(self._heartbeat())
         blocking = find_failed_ranks(sorted([this_rank, *watched], key=lambda peer: peer.rank))
         text = f"hangs: nothing finished in {limit:.0f} s, "
         return self._verdict_on({rank: text + reason for rank, reason in blocking.items()}, hang=True, force=False)
@@ -343,7 +341,7 @@ class Watchdog:
             if rank == 0 and self.world.size > 1:
                 time.sleep(READERS_SECONDS)
         finally:  # exit also if files could not be written
-            os._exit(leave_exit_code(FAILED, verdict.hosts))
+            os._exit(record_exit_code(FAILED, verdict.hosts))
 
 
 def _all(peers: list[Peer], reason: str) -> dict[int, str]:

@@ -7,14 +7,13 @@ import hashlib
 import json
 import math
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megabert.common import environment, errors
 from megabert.common.datasheets import datasheet_tflops
-from megabert.common.files import cache_folder, canonical, compact, write_whole
+from megabert.common.files import cache_folder, canonical, compact, write_atomically
 from megabert.common.logs import log
 from megabert.distributed.ranks import World, on_main
 
@@ -53,10 +52,15 @@ def kept_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
         "dtype": str(dtype).removeprefix("torch."),
     }
     file = cache_folder("ceilings") / f"{hashlib.sha256(compact(place)).hexdigest()[:16]}.json"
-    kept = read(file)
-    tflops, again = kept.get("tflops"), f"remove {file} to measure it again"
-    if isinstance(tflops, float) and 0 < tflops < math.inf:
-        return Ceiling(tflops, f"kept of {kept.get('date')}; {again}")
+    again = f"remove {file} to measure it again"
+    try:
+        kept = json.loads(file.read_bytes())
+        if 0 < kept["tflops"] < math.inf:
+            return Ceiling(kept["tflops"], f"kept of {kept.get('date')}; {again}")
+    except (FileNotFoundError, NotADirectoryError):
+        log.debug(f"{file}: measured now")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        log.warning(f"{file}: {error}; what it held is measured again")
     wall, used = time.perf_counter(), time.process_time()
     tflops = matmul_tflops(device, dtype)
     share = (time.process_time() - used) / (time.perf_counter() - wall) / torch.get_num_threads()
@@ -68,20 +72,10 @@ def kept_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
         return Ceiling(tflops, "measured, and not kept")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, canonical({"place": place, "tflops": tflops, "date": time.strftime("%Y-%m-%d")}))
+        write_atomically(file, canonical({"place": place, "tflops": tflops, "date": time.strftime("%Y-%m-%d")}))
     except OSError as error:
         return Ceiling(tflops, f"measured, and not kept: {errors.describe(error)}")
     return Ceiling(tflops, f"measured; {again}")
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The kept measurement; {} without one, and with a warning if it cannot be read."""
-    try:
-        saved = json.loads(path.read_bytes()) if path.exists() else {}
-        return saved if isinstance(saved, dict) else {}
-    except (OSError, ValueError) as error:
-        log.warning(f"{path}: {error}; what it held is measured again")
-        return {}
 
 
 def matmul_tflops(

@@ -24,15 +24,15 @@ from megabert.common import environment, random_numbers
 from megabert.config import Config, accumulation, flat, shares
 from megabert.distributed.ranks import World, check_same, on_every_rank
 from megabert.engine import deepspeed_step
-from megabert.engine.precision import DTYPES, repeat_bit_for_bit
-from megabert.engine.rank_times import OwnTime
+from megabert.engine.precision import DTYPES, make_deterministic
+from megabert.engine.rank_times import ComputeTime
 from megabert.engine.update_result import HostCopy, UpdateResult, doubles, loss_table, scaled_loss
 from megabert.engine.zero_layout import COUNTERS, WEIGHT, Snapshot, Stored, check_shapes, find_layout
 from megabert.optim import apex
 from megabert.optim.build import build_optimizer
 from megabert.optim.guarded import MOMENTS, RATE, to_device
 
-# Environment variables by which torch and its libraries choose other kernels.
+# Environment variables that change which kernels torch and its libraries run, and so the numerical results.
 NUMERIC_VARIABLES = (
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ATEN_CPU_CAPABILITY"),
     *("DS_ACCELERATOR", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
@@ -51,11 +51,12 @@ class Engine:
     ) -> None:
         """`model` (or a function that builds it) has fp32 weights; `deepspeed_extra` has additional DeepSpeed keys of the user.
 
-        A collective. Raises ValueError naming a key of `deepspeed_extra` that contradicts the config, and RankRefused naming the ranks
+        A collective. Raises ValueError naming a key of `deepspeed_extra` that contradicts the config, and RankError naming the ranks
         whose config, kernels or versions differ.
         """
-        if config.deterministic:
-            repeat_bit_for_bit()
+        # --debug has enabled them already, with its own settings
+        if config.deterministic and not torch.are_deterministic_algorithms_enabled():
+            make_deterministic()
         if config.zero.stage == 0 and world.device.type == "cpu":  # sums depend on the number of threads
             torch.set_num_threads(-world.max_ints([-torch.get_num_threads()])[0])
         deepspeed = deepspeed_step.import_deepspeed(world)
@@ -65,7 +66,7 @@ class Engine:
         settings = deepspeed_step.settings(config, world.size, deepspeed_extra or {})
         self.optimizer_kernels = on_every_rank(world, lambda: _optimizer_kernels(config, world.device))
         module: Any = model if isinstance(model, nn.Module) else model()
-        check_same(world, facts_of_rank(config, settings, world.device, module, self.optimizer_kernels))
+        check_same(world, rank_facts(config, settings, world.device, module, self.optimizer_kernels))
         self.module: nn.Module = module
         self.terms: tuple[str, ...] = module.terms
         self._weights = torch.tensor(module.weights, dtype=torch.float64, device=world.device)
@@ -88,7 +89,7 @@ class Engine:
             self.optimizer.set_units(units)
         alone = world.size == 1 or not self.layout.partitioned
         self.optimizer.attach(segments, None if alone else world.device, world)
-        self.own_time = OwnTime(world.device)
+        self.compute_time = ComputeTime(world.device)
         # Called after each micro-step and restored parameter, since an update may take longer than the watchdog's limit.
         self.progress: Callable[[], None] = lambda: None
         # Number of skipped updates.
@@ -128,7 +129,7 @@ class Engine:
         for number, batch in enumerate(update.on(self.world.device)):
             last = number == self.accumulation - 1
             seed = {} if seeds is None else {"seed": seeds[number]}
-            with self.own_time:
+            with self.compute_time:
                 output = self._deepspeed(**batch.inputs(), **seed)
                 sums += doubles(output).detach()
             if last:
@@ -137,7 +138,7 @@ class Engine:
                 host_loss = HostCopy(weighted)
                 vetoed = veto is not None and veto(float(host_loss))
             loss = scaled_loss(output[:terms], scale)
-            with contextlib.nullcontext() if self.step.deepspeed_sums else self.own_time:
+            with contextlib.nullcontext() if self.step.deepspeed_sums else self.compute_time:
                 self.step.backward(loss, last)
             self.progress()
         norm, applied = self.step.finish(vetoed)
@@ -180,15 +181,16 @@ class Engine:
         """
         self._deepspeed.eval()
         sums = torch.zeros(3 * (len(self.terms) + sources), dtype=torch.float64, device=self.world.device)
-        for batch, counted in self._in_step(batches):
+        for batch, counted in self._aligned_batches(batches):
             output = self._deepspeed(**batch.to(self.world.device).inputs())
             if counted:
                 sums += loss_table(output, self._counts(batch)).flatten()
         self._deepspeed.train()
         return self._sum_over_ranks(sums)
 
-    def _in_step(self, batches: Iterable[Any]) -> Iterable[tuple[Any, bool]]:
-        """`batches`, and whether each counts; at ZeRO stage 3 the last one is repeated until every rank is done."""
+    def _aligned_batches(self, batches: Iterable[Any]) -> Iterable[tuple[Any, bool]]:
+        """(batch, whether it counts) of each batch. At ZeRO stage 3, where a forward pass is a collective, a rank that
+        runs out repeats its last batch, uncounted, until every rank is done."""
         world = self.world
         if self.config.zero.stage < 3 or world.size == 1:
             for batch in batches:
@@ -201,7 +203,10 @@ class Engine:
             if not left:
                 return
             if world.agree_any(batch is None and last is None):
-                raise ValueError(f"evaluation at zero.stage=3 has only {left} batches for {world.size} ranks")
+                raise ValueError(
+                    f"evaluation at zero.stage=3 needs a batch on each of {world.size} ranks, only {left} have one; "
+                    "lower batch.micro_size, or hold out more text"
+                )
             last = batch if batch is not None else last
             yield last, batch is not None
 
@@ -243,7 +248,7 @@ class Engine:
             for kind, view in part.values.items():
                 views.setdefault((kind, part.name), []).append((part.offset, view))
         parameters = dict(self.module.named_parameters())
-        for kind, name, whole in stored.whole(WEIGHT, *(MOMENTS if updates or primed else ())):
+        for kind, name, whole in stored.gather_all(WEIGHT, *(MOMENTS if updates or primed else ())):
             for offset, view in views.pop((kind, name), ()):
                 view.copy_(whole[offset : offset + view.numel()])
             self.progress()
@@ -284,11 +289,11 @@ class Engine:
         )
 
 
-def facts_of_rank(
+def rank_facts(
     config: Config, settings: Mapping[str, Any], device: torch.device, model: nn.Module, optimizer: str
 ) -> dict[str, Any]:
-    """What each rank reads or decides by its own machine, and what would make its updates differ from the others', by name. At stage
-    0, where no rank's weights are copied to another, that includes the machine."""
+    """Facts by name that must be equal on all ranks for their updates to be equal: config, versions, kernels,
+    environment variables. At ZeRO stage 0, where every rank steps its own copy of the weights, also the machine."""
     facts: dict[str, Any] = (
         flat(config.model_dump()) | environment.versions() | {"megabert's source": environment.source()}
     )

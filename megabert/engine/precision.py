@@ -26,7 +26,7 @@ def usual(device: torch.device) -> str:
     """The fastest precision of a device for training: bf16 if it has bf16 products, else fp32."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device) >= AMPERE else "fp32"
-    return "bf16" if environment.multiplies_bf16() else "fp32"
+    return "bf16" if environment.has_native_bf16() else "fp32"
 
 
 def dtype_on(device: torch.device, precision: str) -> torch.dtype:
@@ -39,7 +39,7 @@ def choose(asked: str, world: World, saved: str = "") -> str:
     """The precision for `auto`: that of the checkpoint to resume from (`saved`), else the one that is fast on all ranks. Warns of
     emulated bf16. A collective."""
     common = "fp32" if world.agree_any(usual(world.device) == "fp32") else "bf16"
-    chosen = (saved or common) if asked == AUTO else asked
+    chosen = (common if saved in ("", AUTO) else saved) if asked == AUTO else asked
     if (chosen, common) == ("bf16", "fp32") and world.is_main:
         log.warning(
             "precision=bf16: a device without bf16 products emulates them, a CPU 10 to 60 times slower than fp32; a new run "
@@ -48,7 +48,7 @@ def choose(asked: str, world: World, saved: str = "") -> str:
     return chosen
 
 
-def repeat_bit_for_bit(fill: bool = False) -> None:
+def make_deterministic(fill: bool = False) -> None:
     """Make updates reproducible bit for bit on CUDA too: torch uses only deterministic algorithms from now on, and a RuntimeError
     names an operation without one. docs/reproducibility.md lists them.
 
@@ -61,6 +61,6 @@ def repeat_bit_for_bit(fill: bool = False) -> None:
 
 
 def make_debuggable() -> None:
-    """Updates as of `repeat_bit_for_bit`, with anomaly detection and NaN in new tensors."""
-    repeat_bit_for_bit(fill=True)
+    """Updates as of `make_deterministic`, with anomaly detection and NaN in new tensors."""
+    make_deterministic(fill=True)
     torch.autograd.set_detect_anomaly(True)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megabert.common.environment import host_name, seconds_short_of_cores
-from megabert.common.files import canonical, write_whole
+from megabert.common.environment import cpu_pressure_seconds, host_name
+from megabert.common.files import canonical, write_atomically
 from megabert.common.logs import log
 from megabert.config import WatchdogConfig
 from megabert.distributed.ranks import World
@@ -38,7 +38,7 @@ CAUSES = {
 SHORT_OF_CORES, SHARED_SECONDS = 0.3, 10.0
 
 
-class OwnTime:
+class ComputeTime:
     """Computing seconds of this rank, inside `with` blocks without waits for other ranks: on CUDA those of the device's queue,
     measured without waiting for it, otherwise those of the clock.
 
@@ -161,11 +161,11 @@ class SharedCores:
     """Detects other processes on the cores of a run on the CPU: a run alone waits for a core 2 to 8% of the time."""
 
     def __init__(self) -> None:
-        self._since, self._short = time.monotonic(), seconds_short_of_cores()
+        self._since, self._short = time.monotonic(), cpu_pressure_seconds()
 
     def look(self) -> None:
         """Warn once if processes waited for a core in more than SHORT_OF_CORES of the last SHARED_SECONDS or more."""
-        now, short = time.monotonic(), seconds_short_of_cores()
+        now, short = time.monotonic(), cpu_pressure_seconds()
         if short is None or self._short is None or now - self._since < SHARED_SECONDS:
             return
         share = (short - self._short) / (now - self._since)
@@ -181,16 +181,16 @@ class SharedCores:
 class RankMetrics:
     """Times of this rank since the last log line, its memory, and metrics from those of all ranks.
 
-    Every rank takes as long as the slowest for an update. They differ in computing time (`OwnTime`), waiting time for data, and the
+    Every rank takes as long as the slowest for an update. They differ in computing time (`ComputeTime`), waiting time for data, and the
     time of heartbeats.
     """
 
     def __init__(
-        self, world: World, own_time: OwnTime, watchdog: Watchdog, config: WatchdogConfig, record: Path
+        self, world: World, compute_time: ComputeTime, watchdog: Watchdog, config: WatchdogConfig, record: Path
     ) -> None:
         """`record`: the file that names the current slow ranks, by which launch/job.sh may exclude their nodes. A collective."""
         self._hosts = world.gather(host_name())
-        self._world, self._own, self._watchdog, self._config = world, own_time, watchdog, config
+        self._world, self._own, self._watchdog, self._config = world, compute_time, watchdog, config
         self._record, self._recorded = record, list[SlowRank]()
         if world.is_main:
             record.unlink(missing_ok=True)
@@ -247,7 +247,9 @@ class RankMetrics:
         if self._world.is_main and now != known:
             self._record.unlink(missing_ok=True)
             if named:
-                write_whole(self._record, canonical({"step": step, "slow_ranks": [slow._asdict() for slow in named]}))
+                write_atomically(
+                    self._record, canonical({"step": step, "slow_ranks": [slow._asdict() for slow in named]})
+                )
         self._recorded = list(named)
 
     def _warn(self, slow_ranks: Sequence[SlowRank], minutes: float) -> None:

@@ -56,10 +56,6 @@ class UpdateResult:
     def skipped(self) -> bool:
         return not float(self.host_applied)
 
-    def wait(self) -> None:
-        """Wait until the device has finished the update."""
-        float(self.host_applied)
-
     @property
     def accuracies(self) -> Tensor:
         return self.correct / self.counts.clamp(min=1)

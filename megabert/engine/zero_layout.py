@@ -34,7 +34,7 @@ class Stored(Protocol):
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Shapes of all parameters."""
 
-    def whole(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
+    def gather_all(self, *kinds: str) -> Iterator[tuple[str, str, Tensor]]:
         """(kind, parameter, flat fp32 elements) for every parameter with that kind of state. A collective."""
 
 

@@ -55,7 +55,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "columns where they differ from those of training")  # fmt: skip
     add("--lines", action="store_true", help="with --predict: each line of FILE that is not blank is a text, numbered from 0; "
         "of a tag task the spans of its characters are written, as JSON lines")  # fmt: skip
-    add("--probabilities", action="store_true", help="with --predict of classify or multilabel: also each label's probability")
+    add(
+        "--probabilities",
+        action="store_true",
+        help="with --predict of classify or multilabel: also each label's probability",
+    )
     add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, instead of --task")
     add("--text", action="append", default=[], metavar="COLUMN",
@@ -83,8 +87,8 @@ def parse_task(args: argparse.Namespace) -> Task:
     return replace(tasks.preset(args.task), **{name: value for name, value in given.items() if value})
 
 
-def check(args: argparse.Namespace) -> int:
-    """Returns OK, or raises ValueError for mistakes in the options and missing packages."""
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for mistakes in the options and missing packages."""
     options.require_metrics()
     refuse_missing(args, "train", "dev", "test", "predict", "tokenizer")
     if args.predict:
@@ -95,7 +99,7 @@ def check(args: argparse.Namespace) -> int:
         if args.lines and (args.text or args.id):
             raise ValueError(f"--{'text' if args.text else 'id'}: names a column, and with --lines the file has none")
         tasks.located_finetuned(args.model)
-        return OK
+        return
     task = parse_task(args)
     for name in ("lines", "probabilities"):
         if getattr(args, name):
@@ -105,7 +109,6 @@ def check(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} is missing: name a file")
     options.list_runs(args, task.max_length, task.stride)
     model_folder(args.model)
-    return OK
 
 
 def train(args: argparse.Namespace, ranks: Session) -> int:
@@ -128,7 +131,7 @@ def predict(args: argparse.Namespace) -> int:
     from megabert.distributed import signals
     from megabert.finetune import prediction
 
-    signals.take_over(signals.interrupt)
+    signals.install_handlers(signals.interrupt)
     precision = "" if args.precision == "auto" else args.precision
     count = prediction.predict_file(
         args.model, args.predict, args.output, args.text, args.id, precision,

@@ -42,8 +42,8 @@ class TaskBatch:
     packed: Packed
     # int64 [P], flat positions
     read: Tensor
-    # int64 [N, W] of spans: which of the P belong to each item; -1 after its last
-    places: Tensor | None
+    # of spans: how many of the P belong to each item
+    sizes: list[int] | None
     # int64 [N] class | fp32 [N * labels] | fp32 [N] score | int64 [P] tag | int64 [N, 2] start and end
     targets: Tensor
     items: int
@@ -52,13 +52,12 @@ class TaskBatch:
     epochs: np.ndarray = field(default_factory=lambda: NO_ROWS)
 
     def to(self, device: torch.device | str) -> TaskBatch:
-        places = None if self.places is None else self.places.to(device)
         packed, read, targets = self.packed.to(device), self.read.to(device), self.targets.to(device)
-        return replace(self, packed=packed, read=read, places=places, targets=targets)
+        return replace(self, packed=packed, read=read, targets=targets)
 
-    def inputs(self) -> dict[str, Tensor | None]:
+    def inputs(self) -> dict[str, Any]:
         """Arguments of `Finetuner.forward`."""
-        return {**self.packed.inputs(), "read": self.read, "places": self.places, "targets": self.targets}
+        return {**self.packed.inputs(), "read": self.read, "sizes": self.sizes, "targets": self.targets}
 
     @property
     def tokens(self) -> int:
@@ -72,25 +71,15 @@ def collate(items: Sequence[TaskItem], layout: ItemLayout, line: bool = False) -
     width = max(max(map(len, ids)), min(WIDTH, layout.max_length))
     packed = pack_line(ids, seconds, layout.causal) if line else pack(ids, seconds, width, layout.causal)
     read = [start + read_at(item, layout) for start, item in zip(packed.starts, items, strict=False)]
-    places = None
-    if layout.kind == "span":
-        places = torch.from_numpy(_places([len(item.positions) for item in items]))
+    sizes = [len(item.positions) for item in items] if layout.kind == "span" else None
     flat = torch.from_numpy(np.concatenate(read or [np.zeros(0, np.int64)]))
-    return TaskBatch(packed, flat, places, _targets(items, layout.kind), len(items))
+    return TaskBatch(packed, flat, sizes, _targets(items, layout.kind), len(items))
 
 
 def read_at(item: TaskItem, layout: ItemLayout) -> np.ndarray:
     """int64 [p], positions at which an item is read: with a causal model the last token, which has the whole text as context,
     replaces [CLS]."""
     return np.where(item.positions == 0, len(item.ids) - 1, item.positions) if layout.causal else item.positions
-
-
-def _places(sizes: Sequence[int]) -> np.ndarray:
-    """int64 [N, W]: consecutive numbers, as many in each row as `sizes` says, then -1."""
-    places = np.full((len(sizes), max(sizes, default=1)), -1, np.int64)
-    filled = np.arange(places.shape[1]) < np.array(sizes, np.int64)[:, None]
-    places[filled] = np.arange(sum(sizes))
-    return places
 
 
 def _targets(items: Sequence[TaskItem], kind: str) -> Tensor:

@@ -56,6 +56,8 @@ CHUNK = 512
 
 def natural_order(label: str) -> tuple[tuple[str, int, str], ...]:
     """Key by which numbers in names are ordered as numbers: "2" before "10"."""
+    if re.fullmatch(r"-\d+", label):
+        return (("", int(label), label),)
     parts = re.findall(r"(\D*)(\d*)", label)
     return tuple((text, int(number or -1), number) for text, number in parts)
 

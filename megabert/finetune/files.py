@@ -18,7 +18,7 @@ from typing import Any
 from megabert.common import tables
 from megabert.common.logs import log
 from megabert.data.text import find_words
-from megabert.finetune.tasks import Task
+from megabert.finetune.tasks import RANKING_METRICS, Task
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
 
@@ -73,7 +73,7 @@ def read(task: Task, path: str | Path, labelled: bool = True) -> list[Any]:
 
 
 def stream(task: Task, path: Path, labelled: bool = True, lines: bool = False) -> Iterator[Any]:
-    """The examples of a file one by one, in bounded memory; errors as of `read`, when they are reached. With `lines` each non-empty
+    """The examples of a file one by one, in the memory of its ids if it has any; errors as of `read`, when they are reached. With `lines` each non-empty
     line of the file is an unlabelled text."""
     readers: dict[str, Any] = {"span": _questions, "tag": _sentences}
     reader = readers.get(task.kind, _texts)
@@ -93,12 +93,12 @@ def stream(task: Task, path: Path, labelled: bool = True, lines: bool = False) -
         raise ValueError(f"{path}: holds no example")
 
 
-def has_ids(task: Task, path: Path) -> bool:
-    """Whether an unlabelled file has the task's id column beside its texts."""
-    if not task.id:
+def has_ids(task: Task, name: str, path: Path) -> bool:
+    """Whether an unlabelled file has the id column `name` beside its texts."""
+    if not name:
         return False
     try:
-        next(_rows(task, path, task.columns(labelled=False)), None)
+        next(_rows(task, path, [*task.text, name]), None)
     except ValueError:
         return False
     return True
@@ -134,6 +134,7 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
             if task.id:
                 raise ValueError(f"{where}: --id {task.id}: a list of texts has no ids; give one text a line")
             for text, value in _ranked(where, a, b, cells.get(task.label), labelled):
+                _refuse_negative(task, where, value)
                 yield TextExample(str(count), where, a, text, value)
                 count += 1
             continue
@@ -143,9 +144,16 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
             if name in task.text and not isinstance(value, str):
                 raise ValueError(f"{where}: column {name!r} holds no text but {json.dumps(value, default=repr):.40}")
         identity = _plain(where, task.id, cells[task.id]) if task.id else str(number)
-        yield TextExample(identity, where, a, b, _label(task, where, cells[task.label]) if labelled else None)
+        label = _label(task, where, cells[task.label]) if labelled else None
+        _refuse_negative(task, where, label)
+        yield TextExample(identity, where, a, b, label)
     if cut:
         log.warning(f"{path}: {cut:,} rows are cut at a tab or a line end and left out")
+
+
+def _refuse_negative(task: Task, where: str, value: Any) -> None:
+    if isinstance(value, float) and value < 0 and set(RANKING_METRICS) & set(task.metrics):
+        raise ValueError(f"{where}: score {value}: ndcg and mrr take scores of 0, not relevant, and above")
 
 
 def _ranked(
@@ -173,6 +181,8 @@ def _ranked(
 def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
     if task.kind == "multilabel":
         # A list of labels, or a text of labels separated by commas; it may be empty.
+        if isinstance(value, str) and re.fullmatch(r"\s*\[\s*(['\"].*)?\]\s*", value):
+            raise ValueError(f"{where}: {value!r:.40} is a list as text; write a,b, or JSON lines with a list")
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         elif not isinstance(value, list):
@@ -204,7 +214,9 @@ def _plain(where: str, column: str, value: Any) -> str:
     if isinstance(value, str):
         if any(end in value for end in "\t\n\r"):
             raise ValueError(f"{where}: column {column!r} holds {value!r:.40}, with a tab or a line end; remove it")
-        return value
+        return value.strip()
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: column {column!r} holds {value}; fill it or remove the line")
     if isinstance(value, bool | int | float):
         return json.dumps(value)
     raise ValueError(

@@ -34,8 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
-from megabert.common.errors import OK
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 from megabert.common.hub import model_folder
 from megabert.common.logs import log
 from megabert.finetune import settings as options
@@ -154,7 +153,7 @@ def publish(output: Path, model: str, summary: Mapping[str, Any]) -> str:
     if others := [task["settings"]["task"] for task in finished if task not in same]:
         log.warning(f"{output}: {PAGE} leaves out {', '.join(others)}, which are of another model or of other settings")
     page = render_page(model, same)
-    write_whole(output / PAGE, page.encode())
+    write_atomically(output / PAGE, page.encode())
     return f"{page}\n{output / PAGE}; the best model of a task is named in its {SUMMARY}"
 
 
@@ -170,14 +169,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check(args: argparse.Namespace) -> int:
-    """Returns OK with the existing tasks in `args.tasks`, or raises ValueError for mistakes in the options and missing packages."""
+def check(args: argparse.Namespace) -> None:
+    """Put the existing tasks into `args.tasks`. Raises ValueError for mistakes in the options and missing packages."""
     options.require_metrics()
     refuse_missing(args, "tokenizer")
     options.list_runs(args, Task.max_length, Task.stride)
     model_folder(args.model)
     args.tasks = [task.name for task, _ in find_tasks(Path(args.data), args.tasks)]
-    return OK
 
 
 def run_all(args: argparse.Namespace, ranks: Session) -> int:

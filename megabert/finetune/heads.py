@@ -95,17 +95,17 @@ class Finetuner(nn.Module):
         return self.head(read_layers(self.encoder, self.layers, read, **inputs))
 
     def forward(
-        self, targets: Tensor, read: Tensor, places: Tensor | None = None, **inputs: Tensor
+        self, targets: Tensor, read: Tensor, sizes: Sequence[int] | None = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Loss sum and number of correct answers (0 for scores), over items, for tags over the words or tokens that are read, for
-        several labels over all labels of all items. `places` int64 [N, W] for spans: which of the P belong to an item."""
+        several labels over all labels of all items. `sizes` of spans: how many of the P belong to each item."""
         logits = self.logits(read, **inputs)
         if self.kind == "score":
             loss = F.mse_loss(logits[:, 0], targets.float(), reduction="sum")
             return loss, loss.new_zeros(())
         if self.kind == "span":
-            assert places is not None
-            spans = by_item(logits, places)  # (N, W, 2)
+            assert sizes is not None
+            spans = by_item(logits, sizes)  # (N, W, 2)
             loss = F.cross_entropy(spans, targets, reduction="sum") / 2
             return loss, (spans.argmax(1) == targets).all(1).sum() if len(spans) else loss.new_zeros(())
         if self.kind == "multilabel":
@@ -119,11 +119,11 @@ class Finetuner(nn.Module):
         return (len(batch.targets),)
 
 
-def by_item(logits: Tensor, places: Tensor) -> Tensor:
+def by_item(logits: Tensor, sizes: Sequence[int]) -> Tensor:
     """[P, K] -> [N, W, K], -inf after an item's last position."""
-    if not len(places):
+    if not sizes:
         return logits.view(0, 1, logits.shape[-1])
-    return logits[places.clamp(min=0)].masked_fill((places < 0)[..., None], -torch.inf)
+    return nn.utils.rnn.pad_sequence(logits.split(list(sizes)), batch_first=True, padding_value=-torch.inf)
 
 
 def build(

@@ -35,7 +35,7 @@ from megabert.model import evaluating
 EVALUATION_TOKENS = 8192
 # Examples of a file that are in memory and sorted by length together.
 CHUNK = 2048
-# Tokens of a forward pass over a file's examples, on the CPU for each core.
+# Tokens of a forward pass over a file's examples on the CPU, for each core.
 BATCH_TOKENS = 1024
 
 
@@ -99,10 +99,10 @@ def predict_file(
     `precision` is by default that of training; with `lines` each line of the file is a text; with `probabilities` those of the labels
     are written too. Raises ValueError naming what cannot be used, without writing anything.
     """
-    if Path(output).resolve() == Path(path).resolve():
-        raise ValueError(f"--output {output}: is the file to predict for and would be replaced; name another file")
     if Path(output).is_dir():
         raise ValueError(f"--output {output}: is a folder; name a file")
+    if Path(path).resolve() in (Path(output).resolve(), scores.no_answer_file(Path(output)).resolve()):
+        raise ValueError(f"--output {output}: the file to predict for would be replaced; name another file")
     world = discover()
     if world.size > 1:
         raise ValueError(f"--predict: one process predicts, {world.size} were started; split the file for more")
@@ -112,9 +112,9 @@ def predict_file(
     if task.text and len(columns) != len(task.text):
         raise ValueError(f"--text: names {len(columns)} columns, and {task.name} reads {len(task.text)}; name as many")
     # The label column is not read, so it may be any existing one.
-    task = replace(task, text=columns, label=columns[0] if columns else "", id=identity or task.id)
-    if not identity and (lines or not files.has_ids(task, Path(path))):
-        task = replace(task, id="")
+    usual, task = task.id, replace(task, text=columns, label=columns[0] if columns else "", id=identity)
+    if not (identity or lines) and files.has_ids(task, usual, Path(path)):
+        task = replace(task, id=usual)
     if probabilities and task.kind not in ("classify", "multilabel"):
         raise ValueError(f"--probabilities: are of the labels of a text, and {task.name} is a {task.kind} task")
     return predict_with(model, task, Path(path), Path(output), lines, probabilities)
@@ -125,6 +125,7 @@ def predict_with(
 ) -> int:
     """As `predict_file`, with a model from `ready` and its task with the file's columns."""
     described, unknown, world = model.described, UnknownTokens(model.tokenizer), discover()
+    most = BATCH_TOKENS if world.device.type == "cpu" else EVALUATION_TOKENS
 
     def encoded(examples: list[Any]) -> tuple[list[Any], list[TaskItem]]:
         items = model.items(task, examples)
@@ -136,7 +137,7 @@ def predict_with(
         chunks = in_order(encoded, iter(lambda: list(islice(rest, CHUNK)), []), 1, 2)
         with tqdm(unit=" texts", disable=None, leave=False) as bar, closing(chunks):
             for examples, items in chunks:
-                logits = compute_logits(model.module, items, described.layout, world, BATCH_TOKENS, every_core=True)
+                logits = compute_logits(model.module, items, described.layout, world, most, every_core=True)
                 found = scores.decode(task, examples, items, logits, described.labels, described.threshold)
                 yield (examples, found, scores.probabilities(task, logits)) if probabilities else (examples, found)
                 bar.update(len(examples))

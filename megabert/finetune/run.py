@@ -36,12 +36,12 @@ from megabert.checkpoint import Checkpoints, run_lock
 from megabert.common import tables
 from megabert.common.arguments import parse_layers
 from megabert.common.errors import OK, USER_ERROR
-from megabert.common.files import hash_file, write_whole
+from megabert.common.files import hash_file, write_atomically
 from megabert.common.logs import aligned, duration, log
 from megabert.config import Config, WatchdogConfig
 from megabert.data.batch import Update
 from megabert.data.tokenizer import Tokenizer, UnknownTokens
-from megabert.distributed.ranks import RankRefused, World, check_same, on_main
+from megabert.distributed.ranks import RankError, World, check_same, on_main
 from megabert.distributed.session import Session
 from megabert.distributed.signals import REQUEUE, Stop
 from megabert.distributed.watchdog import Watchdog
@@ -239,7 +239,7 @@ class FineTuning:
         if rows := scores.by_label(task, examples, predictions, self.data.labels):
             lines = [f"{name}\t{p:.4f}\t{r:.4f}\t{f1:.4f}\t{support}\n" for name, p, r, f1, support in rows]
             head = "label\tprecision\trecall\tf1\tsupport\n"
-            write_whole(self.folder / f"labels-{split}.tsv", (head + "".join(lines)).encode())
+            write_atomically(self.folder / f"labels-{split}.tsv", (head + "".join(lines)).encode())
 
     def judge(
         self, module: heads.Finetuner, split: str, progress: Callable[[], None], threshold: float | None = None
@@ -249,6 +249,7 @@ class FineTuning:
         task, labels = self.data.task, self.data.labels
         examples, items = self.data.examples[split], self.data.items[split]
         logits = compute_logits(module, items, self.described.layout, self.world, progress=progress)
+        scores.refuse_non_finite(examples, items, logits)
         if threshold is None:
             chosen = self.settings.threshold == "f1"
             threshold = scores.best_threshold(scores.collect_truth(task, examples), logits, labels) if chosen else 0.5
@@ -302,7 +303,7 @@ class FineTuning:
 
 def write_json(path: Path, tree: Any) -> None:
     """Write the file atomically."""
-    write_whole(path, (json.dumps(tree, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(tree, indent=1) + "\n").encode())
 
 
 # ---- the commands
@@ -433,15 +434,15 @@ def claim(output: Path, common: Mapping[str, Any], world: World) -> None:
         write_json(output / COMMON, common)
 
     on_main(world, lambda: refuse(output, common))
-    run_lock.take(output, world)
+    run_lock.acquire(output, world)
     on_main(world, write)
 
 
 def refuse_other_rate(folder: Path, trained: float, given: float) -> None:
-    """Raises RankRefused, on every rank, if the run in `folder`, whose name may lack the rate, was trained at another one
+    """Raises RankError, on every rank, if the run in `folder`, whose name may lack the rate, was trained at another one
     than `given`."""
     if trained != given:
-        raise RankRefused(
+        raise RankError(
             f"{folder}: was trained at --lr {trained}, this command says {given}; name another --output", USER_ERROR
         )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megabert import config as configuration
 from megabert.checkpoint import refuse_non_finite
-from megabert.common.files import appearing, canonical, refuse_newer, write_tensors
+from megabert.common.files import atomic_folder, canonical, refuse_newer, write_tensors
 from megabert.config import Config, DataConfig, OpsConfig
 from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, dtype_on
@@ -88,7 +88,7 @@ def save(
     """Write the folder, replacing that of an earlier call."""
     tree = asdict(described) | {"format": FORMAT, "config": described.config.model_dump()}
     tree |= {"tokenizer": tokenizer.sha256, "results": dict(results)}
-    with appearing(folder, DESCRIPTION, overwrite=True) as new:
+    with atomic_folder(folder, DESCRIPTION, overwrite=True) as new:
         write_tensors(new / WEIGHTS, weights)
         for name, data in tokenizer.files().items():
             (new / name).write_bytes(data)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megabert.common.errors import BadTraining
-from megabert.common.files import appearing_file, write_whole
+from megabert.common.files import atomic_file, write_atomically
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.tasks import LABELLED, RANKING_METRICS, Task
 
@@ -55,6 +55,14 @@ def _tags(items: Sequence[TaskItem], logits: Logits, labels: Labels) -> WordTags
     return tags
 
 
+def refuse_non_finite(examples: Sequence[Any], items: Sequence[TaskItem], logits: Logits) -> None:
+    """Raises BadTraining naming the first example with an output that is not finite."""
+    for item, values in zip(items, logits, strict=True):
+        if not np.isfinite(values).all():
+            where = examples[item.example].where
+            raise BadTraining(f"{where}: the model's output is not finite: its training diverged; lower --lr")
+
+
 def decode(
     task: Task,
     examples: Sequence[Any],
@@ -69,11 +77,9 @@ def decode(
     (start, end) -> {"text": answer or "", "no_answer_probability": 0..1}, with text "" if the task allows no answer and its
     probability is above a half. Raises BadTraining for non-finite logits.
     """
+    refuse_non_finite(examples, items, logits)
     groups: list[tuple[list[TaskItem], list[np.ndarray]]] = [([], []) for _ in examples]
     for item, values in zip(items, logits, strict=True):
-        if not np.isfinite(values).all():
-            where = examples[item.example].where
-            raise BadTraining(f"{where}: the model's output is not finite: its training diverged; lower --lr")
         of_example = groups[item.example]
         of_example[0].append(item)
         of_example[1].append(values)
@@ -235,11 +241,9 @@ def _correlated(truth: list[float], predictions: Sequence[float]) -> dict[str, f
 def _ranked(queries: Sequence[str], truth: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
     """Means over the queries with several texts, of which one is relevant (score above 0): the reciprocal rank of the best ranked
     relevant one (ties rank it last), and nDCG with the scores as gains, ties averaged (Järvelin and Kekäläinen 2002; McSherry and
-    Najork 2008). Raises ValueError for a score below 0."""
+    Najork 2008). No score is below 0."""
     from sklearn import metrics
 
-    if min(truth) < 0:
-        raise ValueError(f"score {min(truth)}: ndcg and mrr take scores of 0, not relevant, and above")
     by_query: dict[str, list[int]] = {}
     for i, query in enumerate(queries):
         by_query.setdefault(query, []).append(i)
@@ -334,6 +338,11 @@ def suffix(task: Task, examples: Sequence[Any]) -> str:
     return {"tag": tagged, "span": "json"}.get(task.kind, "tsv")
 
 
+def no_answer_file(path: Path) -> Path:
+    """The file beside predictions for SQuAD 2.0, of the probability of no answer."""
+    return path.with_name(f"{path.name.removesuffix('.json')}.no_answer.json")
+
+
 def write(task: Task, chunks: Iterable[tuple[Sequence[Any], ...]], path: Path, labels: Labels = ()) -> int:
     """Write the predictions of (examples, predictions) one chunk after the other, whole or not at all; their number.
 
@@ -344,7 +353,7 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], ...]], path: Path, l
     """
     count, answers, doubts = 0, {}, {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with appearing_file(path) as file:
+    with atomic_file(path) as file:
         if task.kind not in ("tag", "span"):
             file.write(("\t".join(["index", "prediction", *labels]) + "\n").encode())
         for example, prediction, *more in (row for chunk in chunks for row in zip(*chunk, strict=True)):
@@ -364,7 +373,7 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], ...]], path: Path, l
         if task.kind == "span":
             file.write(_as_json(answers))
     if task.unanswerable:
-        write_whole(path.with_name(f"{path.name.removesuffix('.json')}.no_answer.json"), _as_json(doubts))
+        write_atomically(no_answer_file(path), _as_json(doubts))
     return count
 
 

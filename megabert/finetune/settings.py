@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megabert.common import errors
 from megabert.common.arguments import LAYERS, Parser, parse_layers
-from megabert.common.environment import keep_freed_memory, launched, require_packages
+from megabert.common.environment import disable_malloc_trimming, launched, require_packages
 
 if TYPE_CHECKING:
     from megabert.distributed.session import Session
@@ -116,12 +116,12 @@ def list_runs(args: argparse.Namespace, max_length: int, stride: int, hidden: in
     usual = FROZEN_RATES if args.freeze else BASE_RATES if hidden >= BASE_WIDTH else SMALL_RATES
     rates = args.lr or usual[: args.usual]
     runs = [Settings(seed=seed, lr=lr, **named) for lr in rates for seed in seeds]
-    return {f"lr{each.lr:g}-seed{each.seed}" if len(rates) > 1 else f"seed{each.seed}": each for each in runs}
+    return {f"lr{each.lr}-seed{each.seed}" if len(rates) > 1 else f"seed{each.seed}": each for each in runs}
 
 
 def run(
     args: argparse.Namespace,
-    check: Callable[[argparse.Namespace], int],
+    check: Callable[[argparse.Namespace], None],
     work: Callable[[argparse.Namespace, Session], int],
 ) -> int:
     """Run a fine-tuning command, `check(args)` and then `work(args, ranks)` in a session of ranks; returns the exit code."""
@@ -131,5 +131,10 @@ def run(
     from megabert.checkpoint import run_lock
     from megabert.distributed import session
 
-    keep_freed_memory()
-    return session.run(lambda ranks: check(args) or work(args, ranks), run_lock.release)
+    disable_malloc_trimming()
+
+    def checked(ranks: Session) -> int:
+        check(args)
+        return work(args, ranks)
+
+    return session.run(checked, run_lock.release)

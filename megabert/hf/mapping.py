@@ -126,6 +126,8 @@ def _read_modern(tree: Tree, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: layer_types: only layers 0, n, 2n, ... with full_attention are supported")
     window = read_value(tree, "local_attention", where, 128, int)
     local = {"window": window // 2 * 2, "global_every": every} if every > 1 else {}
+    if local and not local["window"]:
+        raise ValueError(f"{where}: local_attention={window} is not supported, only 2 and more")
     if local:
         local["local_rope_theta"] = _theta(tree, where, "sliding_attention", "local_rope_theta", 10_000.0)
     theta = _theta(tree, where, "full_attention", "global_rope_theta", 160_000.0)

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert import checkpoint, config
-from megabert.common.files import appearing, canonical
-from megabert.common.hub import INDEX, WEIGHTS, is_model_folder, model_folder, refuse_finetuned, weights_in
+from megabert.common.files import atomic_folder, canonical
+from megabert.common.hub import INDEX, WEIGHT_FILES, is_model_folder, model_folder, refuse_finetuned, weights_in
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG, TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig, replace
@@ -31,7 +31,7 @@ from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
 from megabert.data.tokenizer_json import added_tokens_beside, bert_normalizer
 from megabert.hf import mapping, relatives
-from megabert.model import BertForPreTraining, outline, truncated_normal
+from megabert.model import BertForPreTraining, meta_model, truncated_normal
 
 # tokenizer files in a Hugging Face folder
 TOKENIZERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
@@ -168,7 +168,7 @@ def write_run(pretrained: Pretrained, run: str | Path, files: Mapping[str, bytes
     (`init_from`). `files`: others in the folder, by name; `state`: changed entries of its state. Raises ValueError for a folder that is
     not empty."""
     entries = {name: value for name, value in pretrained.state.items() if name != "step"} | state
-    with appearing(run, CONFIG) as new:
+    with atomic_folder(run, CONFIG) as new:
         for name, data in {**pretrained.tokenizer.files(), **(files or {})}.items():
             (new / name).write_bytes(data)
         checkpoint.write_start(new, pretrained.weights, entries)
@@ -260,7 +260,7 @@ def read_weights(folder: Path, model: ModelConfig, renamed: Mapping[str, str]) -
     """
     path = next(iter(weights_in(folder)), None)
     if path is None:
-        raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHTS)}, so no weights")
+        raise ValueError(f"{folder}: holds no {' and no '.join(WEIGHT_FILES)}, so no weights")
     tensors: dict[str, Tensor] = {}
     for part in _parts(path):
         loaded = _load(part)
@@ -271,7 +271,7 @@ def read_weights(folder: Path, model: ModelConfig, renamed: Mapping[str, str]) -
                 continue  # buffers that count up, saved by old versions
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 raise ValueError(f"{part}: {name} is not a floating-point tensor; save the model unquantised")
-            tensor = tensor.float()
+            tensor = tensor.detach().float()
             checkpoint.refuse_non_finite({name: tensor}, part)
             tensors[present_name(name, mapping.find_family(model).encoder, renamed)] = tensor
     return path, tensors
@@ -355,12 +355,17 @@ def complete(
         weights[name] = left.pop(name)
         if tuple(weights[name].shape) != shape:
             raise ValueError(f"{where}: {name} is {list(weights[name].shape)}, its config says {list(shape)}")
+    inside = sorted(name for name in left if name.startswith(f"{family.layers}.") and not name.endswith("inv_freq"))
+    if inside:
+        raise ValueError(
+            f"{where}: {inside[0]} is part of a layer, which ours has not; merge it into the weights first"
+        )
     return weights, initialised, sorted(left)
 
 
 def their_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor by Hugging Face's name, without copies."""
-    written = mapping.to_huggingface(outline(model).state_dict(), model)
+    written = mapping.to_huggingface(meta_model(model).state_dict(), model)
     return {theirs: tuple(written[theirs].shape) for parts in mapping.names(model).values() for theirs in parts}
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megabert.common.logs import log
 from megabert.config import Config, DataConfig, MaskingConfig
 from megabert.data.shards import Dataset
 from megabert.data.text import prepared
@@ -37,6 +38,8 @@ FREQUENT, DIMENSIONS = 2_000, 100
 CONTEXT = 5
 # tokens of which another is the mean, and the temperature of the softmax over their cosines
 NEAREST, TEMPERATURE = 10, 0.1
+# id of the padding above which the unused rows of RoBERTa's position table are said
+FAR = 1_000
 # rows of similarities at a time
 CHUNK = 1_024
 
@@ -60,6 +63,11 @@ def with_vocabulary(
     old = model.config.model
     first = tokenizer.pad_id + 1 if old.first_position else 0
     new = old.model_copy(update={"vocab_size": tokenizer.vocab_size, "first_position": first})
+    if first > FAR:
+        log.warning(
+            f"{tokenizer.path}: padding has the id {first - 1:,}, and RoBERTa's positions begin behind it, so that the position "
+            "table gets as many unused rows"
+        )
     draw = torch.Generator().manual_seed(model.config.seed)
     weights = dict(model.weights)
     for name in mapping.PADDED:
@@ -94,7 +102,7 @@ def mixed(entries: Tensor, sources: Sequence[Sequence[int]], draw: torch.Generat
 
 def similar_tokens(old: Tokenizer, new: Tokenizer, dataset: Dataset) -> Similar:
     """Of each token that only `new` has the NEAREST shared ones in a dataset of `new`; of tokens that the dataset has."""
-    vectors = cooccurrence(dataset, new.vocab_size)
+    vectors = cooccurrence(dataset, new.vocab_size, new.pad_id)
     known, special = set(old.token_bytes()), set(new.special_ids.values())
     shared = torch.tensor([i in special or token in known for i, token in enumerate(new.token_bytes())])
     seen = vectors.any(1)
@@ -105,11 +113,18 @@ def similar_tokens(old: Tokenizer, new: Tokenizer, dataset: Dataset) -> Similar:
     return Similar(tokens, candidates[places], (cosines / TEMPERATURE).softmax(1))
 
 
-def cooccurrence(dataset: Dataset, size: int) -> Tensor:
+def cooccurrence(dataset: Dataset, size: int, pad_id: int) -> Tensor:
     """fp32 [size, DIMENSIONS], of length 1, or 0 of a token that is not there: the tokens by those around them (Levy & Goldberg
     2014, "Neural Word Embedding as Implicit Matrix Factorization": positive pointwise mutual information, its singular vectors)."""
     firsts = range(0, min(dataset.rows, ROWS), CHUNK)
-    chunks = [dataset.read(np.arange(first, min(first + CHUNK, firsts.stop))).ids for first in firsts]  # [R, T] each
+
+    def read(first: int) -> np.ndarray:
+        """[R, T], filled up with the padding's id, which need not be the 0 of the dataset."""
+        rows = dataset.read(np.arange(first, min(first + CHUNK, firsts.stop)))
+        used = np.arange(rows.ids.shape[1]) < rows.bounds[:, :, 0].sum(1, keepdims=True)
+        return np.where(used, rows.ids, pad_id)
+
+    chunks = [read(first) for first in firsts]
     total = sum(np.bincount(ids.ravel(), minlength=size) for ids in chunks)
     frequent = torch.from_numpy(total).argsort(descending=True, stable=True)[:FREQUENT]
     column = frequent.new_full((size,), -1)

@@ -1,9 +1,9 @@
 """Copies of the training state in memory: each rank's slices in its keeper's folder and in that of a keeper on another host.
 
-A copy is written while training continues, and the next one starts once the copies of all ranks have arrived at their peers: of
-two successive copies at least one is complete, whichever host is lost. Ranks restarted in place resume from the newest copy that
-their folders contain completely. As from a checkpoint, any number of ranks can resume from it. A copy of the state of a checkpoint
-is kept until that is committed, so that an interrupted save can be repeated.
+A copy is written while training continues. The next one starts only when every rank's copy has reached its peer, so
+after the loss of any one host at least one of the last two copies is complete. Restarted ranks resume from the newest
+complete copy; like a checkpoint it can be read by any number of ranks. The copy of a checkpoint's state is kept until
+that checkpoint is committed, so that an interrupted save can be repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NewestCopy:
     counters: dict[str, Any]
     tensors: StoredTensors
     # the state of a checkpoint whose save was interrupted
-    owed: NewestCopy | None = None
+    interrupted_save: NewestCopy | None = None
 
 
 # data cursor, generation and number of ranks of a copy
@@ -74,8 +74,8 @@ class Copies:
     def due(self, step: int) -> bool:
         return step % self._every == 0
 
-    def take(self, engine: Engine, state: Mapping[str, Any], owed: tuple[int, int] | None = None) -> None:
-        """Start a copy of the training state, after the previous one has arrived everywhere. `owed`: step and data cursor of the
+    def take(self, engine: Engine, state: Mapping[str, Any], interrupted_save: tuple[int, int] | None = None) -> None:
+        """Start a copy of the training state, after the previous one has arrived everywhere. `interrupted_save`: step and data cursor of the
         save in flight, whose copy is kept. Raises Failed if the copy does not fit into memory."""
         name = CopyName(int(state["cursor"]), self._world.rank, self._world.size, self._generation.name)
         if self._last is not None:
@@ -84,10 +84,12 @@ class Copies:
             self._finish(self._last)
             self._world.barrier()
             for copy in kept_rank.copies_in(self._folder):
-                if copy.cursor < self._last.cursor and (owed is None or copy.cursor != owed[1]):
+                if copy.cursor < self._last.cursor and (interrupted_save is None or copy.cursor != interrupted_save[1]):
                     (self._folder / str(copy)).unlink()
         snapshot = engine.snapshot()
-        self._writing = BackgroundTask(f"copy-{name.cursor}", partial(self._write, name, snapshot, dict(state), owed))
+        self._writing = BackgroundTask(
+            f"copy-{name.cursor}", partial(self._write, name, snapshot, dict(state), interrupted_save)
+        )
         self._last = name
 
     def _finish(self, name: CopyName) -> None:
@@ -96,8 +98,8 @@ class Copies:
         self._writing.join()
         if self._writing.failure is not None:
             raise Failed(
-                f"{self._folder}: no copy of the training state ({self._writing.problem}); give it more memory, or train "
-                "without --in-place"
+                f"{self._folder}: no copy of the training state was written ({self._writing.problem}); "
+                "give that file system more space, or train without --in-place"
             )
         started = time.monotonic()
         while self._peer is not None and kept_rank.delivered(self._folder) != str(name):
@@ -107,7 +109,9 @@ class Copies:
                 )
             time.sleep(LOOK)
 
-    def _write(self, name: CopyName, snapshot: Snapshot, state: dict[str, Any], owed: tuple[int, int] | None) -> None:
+    def _write(
+        self, name: CopyName, snapshot: Snapshot, state: dict[str, Any], interrupted_save: tuple[int, int] | None
+    ) -> None:
         held, single = describe_slices(snapshot)
         metadata = {
             "held": held,
@@ -115,16 +119,17 @@ class Copies:
             "shapes": snapshot.shapes,
             "counters": snapshot.counters,
             "state": state,
-            "owed": owed,
+            "interrupted_save": interrupted_save,
         }
         part = self._folder / f".{name}"
         file = write_tensors(part, named([*snapshot.weights, *snapshot.moments]), {"copy": json.dumps(metadata)})
-        kept_rank.hand_over(self._folder, part, name, file["sha256"])
+        kept_rank.publish_copy(self._folder, part, name, file["sha256"])
 
     def newest(self, after: int, saved: Collection[int]) -> NewestCopy | None:
-        """The newest copy with a data cursor greater than `after` of which the ranks' folders have every file, with that of the
-        checkpoint which was being saved then, unless that is among the `saved` steps; None if there is none. All other copies are
-        removed."""
+        """The newest complete copy with a data cursor beyond `after`, or None; deletes all other copies.
+
+        `interrupted_save` has the state of the save in flight when the copy was taken, unless its step is among the `saved` ones.
+        """
         copies_by_holder = self._world.gather([list(copy) for copy in kept_rank.copies_in(self._folder)])
         # of each copy: the rank that wrote a file -> the rank that reads it
         holders: dict[Key, dict[int, int]] = {}
@@ -132,18 +137,23 @@ class Copies:
             for cursor, rank, size, generation in copies:
                 holders.setdefault((cursor, generation, size), {}).setdefault(rank, holder)
         complete = {key: ranks for key, ranks in holders.items() if len(ranks) == key[2]}
-        newest, owed = max((key for key in complete if key[0] > after), default=None), None
+        newest, interrupted_save = max((key for key in complete if key[0] > after), default=None), None
         if newest is not None:
             copy, save = self._read(newest, complete[newest])
             if save is not None and save[0] not in saved:
-                owed = next((key for key in complete if key[0] == save[1]), None)
-            if owed is not None:
-                copy = replace(copy, owed=copy if owed == newest else self._read(owed, complete[owed])[0])
+                interrupted_save = next((key for key in complete if key[0] == save[1]), None)
+            if interrupted_save is not None:
+                copy = replace(
+                    copy,
+                    interrupted_save=copy
+                    if interrupted_save == newest
+                    else self._read(interrupted_save, complete[interrupted_save])[0],
+                )
         elif incomplete := max((key for key in holders if key[0] > after), default=None):
             missing = sorted(set(range(incomplete[2])) - holders[incomplete].keys())
-            log.info(f"copies in memory: the files of ranks {missing} are lost; the newest checkpoint is used")
+            log.info(f"resuming from the newest checkpoint: the in-memory copies of ranks {missing} are lost")
         for name in kept_rank.copies_in(self._folder):
-            if (name.cursor, name.generation, name.size) not in (newest, owed):
+            if (name.cursor, name.generation, name.size) not in (newest, interrupted_save):
                 (self._folder / str(name)).unlink()
         for part in self._folder.glob(".*.safetensors"):  # of a rank that ended while it wrote
             part.unlink()
@@ -168,7 +178,7 @@ class Copies:
             {(group, rank): file for rank, file in files.items() for group in GROUPS.values()},
             self._world,
         )
-        return NewestCopy(first["state"] | {"world_size": size}, first["counters"], tensors), first["owed"]
+        return NewestCopy(first["state"] | {"world_size": size}, first["counters"], tensors), first["interrupted_save"]
 
 
 def copies_of_keeper(run_dir: Path, world: World, every: int) -> Copies | None:

@@ -1,13 +1,13 @@
 """Keeper of a rank (`train --in-place`): the process that a launcher starts. It runs the rank as a child and restarts it.
 
-When a rank dies, its keeper notifies the others, every keeper kills its rank, and the keepers meet at the first of them that can
-be reached. That one proposes the next generation: the old ranks in order, without those whose keepers are lost. The launcher sees
-no exit. A rank writes copies of its training state to its keeper's folder in memory (`megabert.inplace.copies`), and the
-keeper sends each to a keeper on another host.
+When a rank dies, its keeper notifies the others and every keeper kills its rank. The reachable keeper of the lowest
+rank leads a rendezvous and proposes the next generation: the old ranks in order, without those whose keepers are lost.
+The launcher never sees an exit. A rank writes copies of its training state to its keeper's folder in shared memory
+(`megabert.inplace.copies`), and the keeper sends each copy to a keeper on another host.
 
     RUN/in-place/GENERATION/plan.json    the next generation, created by the first keeper that proposes one
 
-A request to stop is passed on to the rank, also to one that is only started later: only a rank can save what is in memory.
+Stop signals are forwarded to the rank, or kept until it runs: only a rank can save the state in memory.
 
 This module must not import torch.
 """
@@ -15,7 +15,6 @@ This module must not import torch.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -37,7 +36,7 @@ from typing import Any
 
 from megabert.common import environment, logs
 from megabert.common.errors import FAILED, describe
-from megabert.common.files import locked_folder, write_whole
+from megabert.common.files import create_locked_folder, remove_abandoned, write_atomically
 from megabert.common.logs import log
 from megabert.distributed import signals
 from megabert.inplace import kept_rank
@@ -48,13 +47,13 @@ PLAN = "plan.json"
 MEMORY = Path("/dev/shm")
 # Exit codes after which a restart does not help: finished, a mistake, bad training, stopped.
 FINAL = (0, 2, 3, signals.REQUEUE, *(128 + number for number in signals.SIGNALS))
-# Restarts in a row without an update before the keepers give up: one more saves the state in memory.
+# Consecutive restarts without an update before the keepers give up; one more start only saves the state in memory.
 RESTARTS = 3
-# Seconds to wait for keepers that have not ended: of a host that is named as failed, and of any other host.
+# Seconds to wait for keepers that do not answer: on a host reported as failed, and on any other host.
 NAMED_PATIENCE, PATIENCE = 3.0, 30.0
 # Polling intervals in seconds: of the keeper's folder, of a rank that has not made an update, and of other keepers.
 LOOK, POLL, POLL_KEEPERS = 0.02, 0.1, 1.0
-# Seconds between two standby processes of which the first has died.
+# Seconds before a standby process that died is replaced.
 RESPAWN_SECONDS = 10.0
 # Seconds without an answer after which a keeper is lost.
 SILENT = 12.0
@@ -68,8 +67,8 @@ def keep(run_dir: Path) -> int:
     """Run this process's command as a child, restarted after faults; returns its last exit code."""
     logs.setup()
     os.environ[signals.STARTED] = repr(time.time())
-    remove_abandoned()
-    folder, lock = locked_folder(_make_folder)
+    remove_abandoned(_memory().glob("megabert-keeper-*"))
+    folder, lock = create_locked_folder(_make_folder)
     keeper = Keeper(run_dir, folder, [sys.executable, *sys.orig_argv[1:]])
     try:
         return keeper.run()
@@ -80,7 +79,7 @@ def keep(run_dir: Path) -> int:
             keeper.report(Path(exits))
         shutil.rmtree(folder, ignore_errors=True)  # a copy may be arriving
         os.close(lock)
-        remove_abandoned()
+        remove_abandoned(_memory().glob("megabert-keeper-*"))
 
 
 def _memory() -> Path:
@@ -91,22 +90,6 @@ def _make_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="megabert-keeper-", dir=_memory()))
 
 
-def remove_abandoned() -> None:
-    """Remove the folders of killed keepers, which are not locked."""
-    for folder in _memory().glob("megabert-keeper-*"):
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except (FileNotFoundError, PermissionError):  # being removed, or another user's
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
-            log.debug(f"{folder} is in use")
-        finally:
-            os.close(descriptor)
-
-
 class Keeper:
     """Runs one rank in every generation."""
 
@@ -115,13 +98,13 @@ class Keeper:
         self.run_dir, self.folder, self.command = run_dir, folder, command
         # None until the first ranks have met.
         self.generation: Generation | None = None
-        # When a signal asked to stop, in seconds of the monotonic clock, and the exit code after a second one.
+        # Monotonic time of the first stop signal; exit code forced by a second one.
         self.asked: float | None = None
-        self.at_once: int | None = None
-        # Hosts that were lost in any generation; None if this keeper's rank was left out itself.
+        self.forced_exit_code: int | None = None
+        # Hosts lost in any generation; None once this keeper's own rank was excluded from the plan.
         self.lost: list[str] | None = []
         # Restarts in a row without an update, and whether the rank is started only to save.
-        self._vain, self._last = 0, False
+        self._restarts_without_update, self._last = 0, False
         self._child: subprocess.Popen[bytes] | None = None
         # The standby child, which has done its imports, and the pipe to send it its environment.
         self._standby: tuple[subprocess.Popen[bytes], int] | None = None
@@ -129,10 +112,11 @@ class Keeper:
         self._silent_host = ""
         # The newest generation of which another keeper reported a failed rank.
         self._failed_generation = ""
-        # By the name of a generation: the keepers that are ready for the next one, by rank, and the plan of that; the generation after
-        # which this keeper is ready for the next one.
+        # by generation: the `ready` messages of its keepers, by rank
         self.ready: dict[str, dict[int, dict[str, Any]]] = {}
+        # by generation: the plan of the generation that follows it
         self.plans: dict[str, dict[str, Any]] = {}
+        # the newest generation that this keeper has left; "" before the first
         self.meeting = ""
         self._ended = threading.Event()
         self._server: _Server | None = None
@@ -141,7 +125,7 @@ class Keeper:
 
     def run(self) -> int:
         """The rank's last exit code. Raises OSError if the run folder cannot be read or written."""
-        signals.take_over(self._forward)
+        signals.install_handlers(self._forward)
         deliver = threading.Thread(target=self._deliver, name="keeper sends", daemon=True)
         deliver.start()
         try:
@@ -160,16 +144,18 @@ class Keeper:
         while True:
             code = self._run_rank()
             generation = self.look_up()
-            if self.at_once is not None or code in FINAL or generation is None:
-                code = code if self.at_once is None else self.at_once
+            if self.forced_exit_code is not None or code in FINAL or generation is None:
+                code = code if self.forced_exit_code is None else self.forced_exit_code
                 return FAILED if code < 0 or (self._last and code == signals.REQUEUE) else code
-            if self._last or not self._meet(generation, code):
-                return self.at_once or FAILED
+            if self._last or not self._rendezvous(generation, code):
+                return self.forced_exit_code or FAILED
 
     def _run_rank(self) -> int:
-        """Run the rank; its exit code, or minus the signal that killed it. The standby child starts once the rank has made an update.
-        Until then the keeper of the next rank is asked: while ranks meet, their watchdogs do not run, and a rendezvous waits
-        minutes for a lost host."""
+        """Run the rank; returns its exit code, or minus the signal that killed it.
+
+        The standby child starts once the rank has made an update. Until then this keeper probes that of the next rank:
+        watchdogs do not run during a rendezvous, which would wait minutes for a lost host.
+        """
         shutil.rmtree(self.exits, ignore_errors=True)
         self.exits.mkdir()
         self._silent_host = ""
@@ -185,20 +171,22 @@ class Keeper:
             child.send_signal(signal.SIGTERM)
         if self.generation is not None and self._failed_generation == self.generation.name:
             child.kill()
-        asked = answered = time.monotonic()
+        probed = answered = time.monotonic()
         spawn_at = 0.0
         while child.poll() is None:
             now = time.monotonic()
             if self._standby is not None and (ended := self._standby[0].poll()) is not None:
-                log.warning(f"the standby process of rank {self.env.get('RANK', 0)} {_how(ended)}; another one starts")
+                log.warning(
+                    f"the standby process of rank {self.env.get('RANK', 0)} {_describe_exit(ended)}; another one starts"
+                )
                 os.close(self._standby[1])
                 self._standby, spawn_at = None, now + RESPAWN_SECONDS
             elif self._standby is None and now >= spawn_at and self._has_progress():
                 self._standby = self._spawn()
-            elif self._standby is None and not spawn_at and self.generation is not None and now - asked > POLL_KEEPERS:
-                asked = now
+            elif self._standby is None and not spawn_at and self.generation is not None and now - probed > POLL_KEEPERS:
+                probed = now
                 member = self.generation.following
-                if _answers(member):
+                if _is_reachable(member):
                     answered = now
                 elif now - answered > SILENT:
                     self._silent_host = member.host
@@ -225,7 +213,10 @@ class Keeper:
         """A child that waits for its environment, and the pipe to write that to. Signals from a terminal reach it only through
         its keeper, and wait until it handles them."""
         read_end, write_end = os.pipe()
-        variables, mask = self.env | self._of_child(read_end), signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
+        variables, mask = (
+            self.env | self._child_variables(read_end),
+            signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS),
+        )
         try:
             child = subprocess.Popen(self.command, env=variables, pass_fds=[read_end], start_new_session=True)
         finally:
@@ -233,12 +224,13 @@ class Keeper:
         os.close(read_end)
         return child, write_end
 
-    def _of_child(self, pipe: int) -> dict[str, str]:
+    def _child_variables(self, pipe: int) -> dict[str, str]:
         """Environment variables of a child that waits for its environment."""
-        return {signals.PLACE: str(pipe)} | ({signals.RESTARTED: "1"} if self.generation is not None else {})
+        return {signals.ENVIRONMENT_FD: str(pipe)} | ({signals.RESTARTED: "1"} if self.generation is not None else {})
 
     def look_up(self) -> Generation | None:
-        """`generation`; the first one from the keeper's folder, where the rank wrote it when the ranks met."""
+        """The current generation, cached in `generation`; None before the first rendezvous. The first one is read from
+        the keeper's folder, where the rank writes it."""
         if self.generation is None:
             self.generation = Generation.read(self.folder)
         return self.generation
@@ -248,13 +240,13 @@ class Keeper:
         if self.asked is None:
             self.asked = now
         elif now - self.asked > signals.ECHO_SECONDS:
-            self.at_once = 128 + number
+            self.forced_exit_code = 128 + number
         if self._child is not None:
             self._child.send_signal(number)
 
     # -- the next generation ---------------------------------------------------------------------------------------
 
-    def _meet(self, generation: Generation, code: int) -> bool:
+    def _rendezvous(self, generation: Generation, code: int) -> bool:
         """Agree with the other keepers on the next generation; false if this one is not in it, or a second signal was received."""
         with environment.listening_socket("", 0) as probe:
             port = probe.getsockname()[1]
@@ -265,12 +257,14 @@ class Keeper:
             "port": port,
             "failed": self._failed_hosts(),
             "progress": self._has_progress(),
-            "cause": "" if killed_here else f"rank {rank} (host {generation.members[rank].host}) {_how(code)}",
+            "cause": ""
+            if killed_here
+            else f"rank {rank} (host {generation.members[rank].host}) {_describe_exit(code)}",
         }
         self.add_ready(name, ready)
         self.meeting, started = name, time.monotonic()
         while name not in self.plans:
-            if self.at_once is not None:
+            if self.forced_exit_code is not None:
                 return False
             self._ask_lower_ranks(generation, ready)
             if name not in self.plans:
@@ -288,8 +282,8 @@ class Keeper:
         return sorted(named - {""})
 
     def _ask_lower_ranks(self, generation: Generation, ready: Mapping[str, Any]) -> None:
-        """Wait for the plan at the first lower rank whose keeper can be reached; those on hosts that are named as failed, perhaps for the
-        end of one process, are the last ones asked."""
+        """Wait for the plan of the reachable keeper with the lowest rank. Keepers on hosts reported as failed are tried
+        last: perhaps only one process died there."""
         out_of_reach, failed = set[str](), ready["failed"]
         for member in sorted(generation.members[: generation.rank], key=lambda member: member.host in failed):
             if member.host in out_of_reach:
@@ -299,19 +293,19 @@ class Keeper:
                 with _connected(member, generation, {"ready": ready}, seconds) as connection:
                     connection.settimeout(SILENT)
                     lines = connection.makefile("rb")
-                    while self.at_once is None and (line := lines.readline()):
+                    while self.forced_exit_code is None and (line := lines.readline()):
                         if line.strip():  # an empty line says that it is alive
                             self.plans[generation.name] = json.loads(line)
                             return
-            except ConnectionRefusedError as error:  # the host is there
+            except ConnectionRefusedError as error:  # the host is up, only its keeper is not
                 log.debug(f"keeper at {member.address}:{member.port}: {error}")
             except OSError as error:
                 log.debug(f"keeper at {member.address}:{member.port}: {error}")
                 out_of_reach.add(member.host)
 
     def _lead(self, generation: Generation, waited: float) -> None:
-        """Notify the keepers that are not ready, which kill their ranks at once (the ranks' watchdogs would take seconds), and propose
-        the next generation once all are ready or were waited for, `waited` seconds so far."""
+        """Tell the keepers that are not ready to kill their ranks (the watchdogs would take seconds), and propose the
+        next generation once all keepers are ready or the wait, `waited` seconds so far, is over."""
         members, until = generation.members, time.monotonic() + POLL_KEEPERS
         present = self.ready[generation.name]
         missing = [rank for rank in range(len(members)) if rank not in present]
@@ -336,7 +330,7 @@ class Keeper:
             "name": secrets.token_hex(8),
             "ranks": sorted(found),
             "port": found[min(found)]["port"],
-            "vain": 0 if any(ready["progress"] for ready in found.values()) else self._vain + 1,
+            "vain": 0 if any(ready["progress"] for ready in found.values()) else self._restarts_without_update + 1,
             "cause": causes[0] if causes else "a rank failed",
         }
         self.plans[generation.name] = _propose(self.run_dir / kept_rank.IN_PLACE / generation.name, plan)
@@ -345,7 +339,7 @@ class Keeper:
         """Make the plan the current generation; false if this rank is not in it."""
         members, ranks, old = generation.members, plan["ranks"], generation.rank
         if old not in ranks:
-            log.error(f"rank {old} was late or unreachable: the others restart without it")
+            log.error(f"rank {old} missed the rendezvous (too slow or unreachable): the other ranks restart without it")
             self.lost = None
             return False
         lost = [f"{rank} (host {member.host})" for rank, member in enumerate(members) if rank not in ranks]
@@ -355,10 +349,10 @@ class Keeper:
             f"in place: {plan['cause']}; {len(ranks)} of {len(members)} ranks restart"
             + (f", without {', '.join(lost)}" if lost else "")
         )
-        self._vain, self._last = plan["vain"], plan["vain"] > RESTARTS
+        self._restarts_without_update, self._last = plan["vain"], plan["vain"] > RESTARTS
         if self._last and rank == 0:
             log.error(
-                f"{RESTARTS} restarts in place in a row made no update; the state in memory is saved, and the job ends"
+                f"{RESTARTS} consecutive in-place restarts completed no update; saving the state, then ending the job"
             )
         assert self.lost is not None
         self.lost += sorted({member.host for member in members} - set(hosts))
@@ -382,7 +376,7 @@ class Keeper:
                 self._child.kill()
 
     def _deliver(self) -> None:
-        """Listen where the rank wants it, and send its copies to its peer, always the newest one."""
+        """Open the server at the address that the rank requests, then keep sending the newest copy to the peer."""
         delivered = ""
         while not self._ended.wait(LOOK):
             if self._server is None:
@@ -401,7 +395,7 @@ class Keeper:
                 written["bytes"] = path.stat().st_size
                 error = _send(peer, generation, written, path)
                 if error is None:
-                    write_whole(self.folder / kept_rank.DELIVERED, name.encode())
+                    write_atomically(self.folder / kept_rank.DELIVERED, name.encode())
                     delivered = name
             except OSError as full:  # as memory may be
                 error = full
@@ -412,7 +406,7 @@ class Keeper:
     def _listen(self, address: str) -> None:
         self._server = _Server(self, address)
         threading.Thread(target=self._server.serve_forever, name="keeper receives", daemon=True).start()
-        write_whole(self.folder / kept_rank.PORT, str(self._server.server_address[1]).encode())
+        write_atomically(self.folder / kept_rank.PORT, str(self._server.server_address[1]).encode())
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -464,14 +458,14 @@ class _Message(socketserver.StreamRequestHandler):
                 return
             keeper.add_ready(generation, ready)
             keeper.end_rank(generation)
-        started = said = time.monotonic()
+        started = last_ping = time.monotonic()
         try:
             while generation not in keeper.plans:
                 now = time.monotonic()
                 if keeper.meeting != generation and now - started > PATIENCE:
                     return
-                if now - said > POLL_KEEPERS:
-                    said = now
+                if now - last_ping > POLL_KEEPERS:
+                    last_ping = now
                     self.wfile.write(b"\n")
                 time.sleep(LOOK)
             self.wfile.write(json.dumps(keeper.plans[generation]).encode() + b"\n")
@@ -484,7 +478,7 @@ class _Message(socketserver.StreamRequestHandler):
         """Receive a copy of `size` bytes; whether it is complete."""
         if CopyName.parse(name) is None:
             return False
-        # of its own, since the sender of a slow connection may have begun again
+        # a unique name: the sender may have retried while its first, slow connection is still open
         part, digest = folder / f".{name}.{secrets.token_hex(4)}", hashlib.sha256()
         try:
             with part.open("wb") as file:
@@ -519,7 +513,7 @@ def _connected(
 def _send(
     member: Member, generation: Generation, message: Mapping[str, Any], file: Path | None = None
 ) -> OSError | None:
-    """Send a keeper a message and the bytes of a `file`; why it was not accepted, or None."""
+    """Send a keeper a message and the bytes of `file`. Returns the error, or None if the message was accepted."""
     try:
         with _connected(member, generation, message) as connection:
             if file is not None:
@@ -531,7 +525,7 @@ def _send(
         return error
 
 
-def _answers(member: Member) -> bool:
+def _is_reachable(member: Member) -> bool:
     """Whether a keeper accepts a connection."""
     try:
         socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS).close()
@@ -542,20 +536,20 @@ def _answers(member: Member) -> bool:
 
 
 def _propose(folder: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Make `plan` that of the next generation, unless there is one already; returns the one that is valid."""
+    """Publish `plan` for the next generation unless another keeper was first; returns the plan that won."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = folder / f"{PLAN}.{plan['name']}"
-    write_whole(own, json.dumps(plan).encode())
+    candidate = folder / f"{PLAN}.{plan['name']}"
+    write_atomically(candidate, json.dumps(plan).encode())
     try:
-        os.link(own, folder / PLAN)  # complete from the first moment
+        os.link(candidate, folder / PLAN)  # atomic: plan.json never exists half-written
     except FileExistsError:
         log.debug("another keeper has proposed the next generation")
-    own.unlink()
-    valid: dict[str, Any] = json.loads((folder / PLAN).read_text())
-    return valid
+    candidate.unlink()
+    winner: dict[str, Any] = json.loads((folder / PLAN).read_text())
+    return winner
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     """How a process ended, by its exit code, or minus the signal that killed it."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
@@ -570,7 +564,7 @@ def _wait_for_end(children: Iterable[subprocess.Popen[bytes]], seconds: float | 
             except ProcessLookupError:  # `Popen.kill` in another thread has waited for it
                 return
             except (AttributeError, OSError):
-                # of kernels before 5.3, and of Pythons that were built for them, as of conda and uv
+                # no pidfd_open: kernels before 5.3, and Python builds that target them (conda, uv)
                 time.sleep(POLL)
                 return
             stack.callback(os.close, descriptor)

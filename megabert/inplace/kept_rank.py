@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from megabert.common.environment import address_to_bind, end_with_parent
 from megabert.common.errors import FAILED
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 from megabert.distributed import signals
 
 # Environment variable of a rank: its keeper's folder.
 KEEPER_DIR_ENV = "MEGABERT_KEEPER"
-# Files in the keeper's folder: the address at which the keeper has to listen, and its port there; the generation; the newest copy that
-# the rank wrote, and the name of the newest one that the peer received; a folder of exit codes; the token of the run's owner.
+# Files in the keeper's folder. Address that the rank requests, port at which the keeper listens, the generation:
 ADDRESS, PORT, MEMBERS = "address", "port", "members.json"
+# Newest copy that the rank wrote, newest copy that the peer received, folder of exit codes, token of the run lock:
 WRITTEN, DELIVERED, EXITS, OWNER = "written.json", "delivered", "exits", "owner"
 # Seconds between checks whether the keeper listens.
 LOOK = 0.005
@@ -80,7 +80,7 @@ class Generation:
         return cls(**tree | {"members": tuple(Member(**member) for member in tree["members"])})
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / MEMBERS, json.dumps(asdict(self)).encode())
+        write_atomically(folder / MEMBERS, json.dumps(asdict(self)).encode())
 
     def knows(self, message: Mapping[str, Any]) -> bool:
         """Whether a message is from a keeper of this job."""
@@ -88,7 +88,7 @@ class Generation:
 
     @property
     def following(self) -> Member:
-        """The keeper of the next rank, which this one asks whether it is there."""
+        """The keeper of the next rank, which this keeper probes."""
         return self.members[(self.rank + 1) % len(self.members)]
 
     def find_peer(self) -> Member | None:
@@ -109,16 +109,16 @@ def copies_in(folder: Path) -> Iterator[CopyName]:
 
 
 def follow() -> bool:
-    """Whether this process is a rank that has a keeper; if so, it is killed when the keeper ends."""
+    """If this process has a keeper, arrange to be killed when the keeper ends; returns whether it has one."""
     if KEEPER_DIR_ENV not in os.environ:
         return False
     end_with_parent()
     return True
 
 
-def wait_for_place() -> None:
+def wait_for_environment() -> None:
     """Wait for the environment that the keeper sends, and set it. Exits if the keeper has ended."""
-    with open(int(os.environ[signals.PLACE]), "rb") as pipe:
+    with open(int(os.environ[signals.ENVIRONMENT_FD]), "rb") as pipe:
         text = pipe.read()
     if not text:
         os._exit(FAILED)
@@ -132,27 +132,29 @@ def delivered(folder: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def known_owner() -> str:
+def load_owner_token() -> str:
     """Token of the run's owner (`run_lock`) in the previous generation; "" if there is none."""
     path = Path(os.environ.get(KEEPER_DIR_ENV, ""), OWNER)
     return path.read_text() if KEEPER_DIR_ENV in os.environ and path.exists() else ""
 
 
-def remember_owner(token: str) -> None:
+def save_owner_token(token: str) -> None:
     """Save the owner's token for the next generation, if there is a keeper."""
     if KEEPER_DIR_ENV in os.environ:
-        write_whole(Path(os.environ[KEEPER_DIR_ENV], OWNER), token.encode())
+        write_atomically(Path(os.environ[KEEPER_DIR_ENV], OWNER), token.encode())
 
 
-def hand_over(folder: Path, part: Path, name: CopyName, sha256: str) -> None:
-    """Name the complete copy `part`, and have the keeper send it to the peer."""
+def publish_copy(folder: Path, part: Path, name: CopyName, sha256: str) -> None:
+    """Rename the finished copy `part` to `name`, and announce it to the keeper, which sends it to the peer."""
     os.replace(part, folder / str(name))
-    write_whole(folder / WRITTEN, json.dumps({"copy": str(name), "sha256": sha256}).encode())
+    write_atomically(folder / WRITTEN, json.dumps({"copy": str(name), "sha256": sha256}).encode())
 
 
 def listen(folder: Path, master: tuple[str, int] | None) -> tuple[str, int]:
-    """Have the keeper listen; returns the address and the port at which other keepers reach it. The address is this host's one on the
-    route to `master`, on rank 0's host that of `master`; None: there are no other ranks."""
+    """Ask the keeper to listen; returns the address and port at which other keepers reach it.
+
+    The address is that of the interface which routes to `master` (None: one rank); on rank 0's host `master` itself.
+    """
     bound = address = "localhost"
     if master is not None:
         family, kind, _, _, target = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
@@ -161,7 +163,7 @@ def listen(folder: Path, master: tuple[str, int] | None) -> tuple[str, int]:
             bound = address = probe.getsockname()[0]
         if address in (target[0], "::1") or address.startswith("127."):
             bound, address = address_to_bind(master[0]), master[0]
-    write_whole(folder / ADDRESS, bound.encode())
+    write_atomically(folder / ADDRESS, bound.encode())
     while not (folder / PORT).exists():  # the rank ends with its keeper
         time.sleep(LOOK)
     return address, int((folder / PORT).read_text())

@@ -118,7 +118,7 @@ def build(config: Config, tokenizer: str, device: torch.device) -> Student:
     """
     teacher = hf.load(config.distill.teacher)
     teacher.refuse_without_mlm_head()
-    if tokenizer and teacher.tokenizer.sha256 != tokenizer:
+    if tokenizer and not teacher.tokenizer.is_of(tokenizer):
         raise ValueError(
             f"distill.teacher={config.distill.teacher}: its tokenizer is not the dataset's (SHA-256 differs); build the "
             f"dataset with --tokenizer {shlex.quote(str(teacher.tokenizer.path))}"
@@ -147,10 +147,19 @@ def check(config: Config, teacher: Pretrained) -> None:
         )
 
 
-def layers_taken(teacher: int, student: int) -> list[int]:
-    """Layers of the teacher from which the student starts: evenly from the first to the last, so 0, 2, 4, 7, 9, 11 for 6 of 12
-    (the released choice) and 0, 3 for 2 of 4."""
-    return [round(i * (teacher - 1) / max(student - 1, 1)) for i in range(student)]
+def layers_taken(teacher: int, student: ModelConfig) -> list[int]:
+    """Layers of a teacher of so many from which the student starts: evenly from the first to the last, so 0, 2, 4, 7, 9, 11 for 6 of
+    12 (the released choice) and 0, 3 for 2 of 4; for a local layer the nearest local one, for a global layer the nearest global one."""
+    window, taken = student.layer_window, list[int]()
+    for i in range(student.layers):
+        place = i * (teacher - 1) / max(student.layers - 1, 1)
+        alike = [j for j in range(teacher) if window(j) == window(i)]
+        # as many of the kind as later layers of the student need
+        later = sum(window(k) == window(i) for k in range(i + 1, student.layers))
+        free = [j for j in alike[: len(alike) - later] if not taken or j > taken[-1]]
+        # of two that are equally near the even one, as `round` does
+        taken.append(min(free or alike, key=lambda j: (abs(j - place), j % 2)))
+    return taken
 
 
 def first_weights(weights: Mapping[str, Tensor], layers: int, student: ModelConfig) -> dict[str, Tensor]:
@@ -158,11 +167,15 @@ def first_weights(weights: Mapping[str, Tensor], layers: int, student: ModelConf
     result = {name: tensor for name, tensor in weights.items() if not name.startswith("layers.")}
     if not student.nsp:
         result = {name: t for name, t in result.items() if not name.startswith(("pooler.", "nsp."))}
-    for ours, theirs in enumerate(layers_taken(layers, student.layers)):
-        prefix = f"layers.{theirs}."
+    taken = layers_taken(layers, student)
+    # a pre-LN norm is named after the block before it, and belongs to the layer behind
+    norms = [*(layer - 1 for layer in taken[1:]), layers - 1] if student.norm == "pre" else taken
+    for ours, (layer, norm) in enumerate(zip(taken, norms, strict=True)):
         for name, tensor in weights.items():
-            if name.startswith(prefix):
-                result[f"layers.{ours}.{name.removeprefix(prefix)}"] = tensor
+            of_norm = name.startswith(f"layers.{norm}.feed_forward_output.norm_")
+            of_layer = name.startswith(f"layers.{layer}.") and ".feed_forward_output.norm_" not in name
+            if of_norm or of_layer:
+                result[f"layers.{ours}.{name.split('.', 2)[2]}"] = tensor
     return result
 
 
@@ -173,6 +186,7 @@ def student_overrides(teacher: Config, source: str, layers: int) -> list[str]:
     tree = teacher.model_dump()
     tree["model"]["layers"] = layers
     tree["data"]["path"] = tree["init_from"] = ""
+    tree["init_moments"] = False
     tree["data"]["mix"] = {}  # of the teacher's data
     tree["checkpoint"]["mirror"] = ""  # of the teacher's run
     # A student is trained on masked predictions throughout.

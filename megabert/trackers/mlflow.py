@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import posixpath
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,11 @@ from megabert.sinks import Sink, final, keep_id, known_id, numbers
 
 # characters of a parameter that a server takes
 LONGEST = 6000
+
+
+def allowed(name: str) -> str:
+    """A name of a metric or parameter that MLflow takes."""
+    return posixpath.normpath(re.sub(r"[^/\w.\- ]", "_", name))[:250]
 
 
 class MLflow(Sink):
@@ -34,17 +41,29 @@ class MLflow(Sink):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
             self._client = mlflow.MlflowClient(place)
-            experiment = self._client.get_experiment_by_name(project)
-            number = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            number = self._experiment(project)
             self._run = self._known_run(known_id(folder, "mlflow", resume_step))
             if not self._run:
                 self._run = self._client.create_run(number, run_name=folder.resolve().name).info.run_id
                 settings = flat(config.model_dump())
-                parameters = [self._entities.Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
+                parameters = [
+                    self._entities.Param(allowed(name), str(value)[:LONGEST]) for name, value in settings.items()
+                ]
                 self._client.log_batch(self._run, params=parameters)
         except self._errors.MlflowException as error:
             raise ValueError(f"log.to=mlflow={project}: {' '.join(str(error).split())}") from None
         keep_id(folder, "mlflow", self._run)
+
+    def _experiment(self, project: str) -> str:
+        experiment = self._client.get_experiment_by_name(project)
+        if experiment is None:
+            try:
+                return str(self._client.create_experiment(project))
+            except self._errors.MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # by another job
+                    raise
+                experiment = self._client.get_experiment_by_name(project)
+        return str(experiment.experiment_id)
 
     def _known_run(self, known: str) -> str:
         """The run to go on with; "" if there is none, or none any more: `mlruns` is not in a run's mirror."""
@@ -70,7 +89,9 @@ class MLflow(Sink):
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(self._run, [self._entities.Metric(name, v, now, step) for name, v in values.items()])
+        self._client.log_batch(
+            self._run, [self._entities.Metric(allowed(name), v, now, step) for name, v in values.items()]
+        )
 
     def close(self) -> None:
         self._client.set_terminated(self._run)

@@ -130,9 +130,10 @@ def test_a_failed_capture_restarts_without_its_side(tmp_path: Path, monkeypatch:
 
 
 def test_right_comes_before_fast() -> None:
-    """Whether kernels are right, whether it trains, then a profile and the baseline; each key of one call."""
+    """Whether kernels are right, then a profile and the baseline, whether it trains; each key of one call."""
     first, second = (list(items) for items in gpu_suite.CALLS.values())
-    assert first[2:5] == ["tests", "training/small", "steps/ours 128x128, profile"] and "steps/torch 128x128" in first
+    assert first[:3] == ["machine", "tests", "steps/ours 128x128, profile"]
+    assert {"training/small", "steps/torch 128x128"} <= set(first)
     assert not set(first) & set(second)
     assert {key.partition("/")[0] for key in first + second} == set(gpu_suite.LIMITS)
     suite = gpu_suite.Suite("cuda", False, Path("pack"))
@@ -237,10 +238,9 @@ def test_what_pack_and_machine_lack_together_is_named(tmp_path: Path) -> None:
     assert pack.unpack_wheels(folder, tmp_path / "site") == "1 wheels unpacked, 2 requirements met"
     assert (tmp_path / "site/alpha.py").read_text() == "name = 'alpha'\n"
     put("0.9")
-    with pytest.raises(ValueError, match=r"lack alpha>=1\.0 \(0\.9\)$"):
-        pack.unpack_wheels(folder, tmp_path / "old")
+    assert pack.unpack_wheels(folder, tmp_path / "old").endswith("2 requirements but 0.9 for alpha>=1.0 met")
     (folder / "wheels/alpha-0.9-py3-none-any.whl").unlink()
-    with pytest.raises(ValueError, match=r"lack alpha>=1\.0 \(missing\)$"):
+    with pytest.raises(ValueError, match=r"lack alpha>=1\.0$"):
         pack.unpack_wheels(folder, tmp_path / "none")
     (folder / pack.RECORD).write_text('{"python": "3.9", "needs": []}')
     with pytest.raises(ValueError, match=r"is for Python 3\.9, this"):

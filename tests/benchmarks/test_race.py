@@ -58,7 +58,7 @@ def test_bits_a_byte_do_not_depend_on_the_vocabulary() -> None:
     ids = Dataset(GOLDEN).read(np.arange(536)).ids
     tokens = Tokenizer.load(GOLDEN / "tokenizer.model").tokens
     text = sum(len(tokens[i].encode()) for i in ids.ravel().tolist() if i > 4)
-    assert Scorer(GOLDEN, 8, 1).bytes_a_token == pytest.approx(text / (ids > 4).sum())
+    assert Scorer(GOLDEN, 8, 1).bytes_per_token == pytest.approx(text / (ids > 4).sum())
 
 
 def our_config(recipe: str | RaceRecipe, track: str | Track, tokens_a_row: float, seed: int = 1) -> Config:

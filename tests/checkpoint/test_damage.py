@@ -72,7 +72,7 @@ def test_no_whole_checkpoint_is_an_error(tmp_path):
     folders = list((tmp_path / "checkpoints").glob("step-*"))
     for folder in folders:
         (folder / WEIGHTS_FILE).unlink()
-    with pytest.raises(ValueError, match=rf"no checkpoint is whole .*{WEIGHTS_FILE} is missing"):
+    with pytest.raises(ValueError, match=rf"no usable checkpoint .*{WEIGHTS_FILE} is missing"):
         checkpoints.latest()
     for folder in folders:
         shutil.rmtree(folder)
@@ -89,19 +89,19 @@ def reseal(file: Path, change: Any) -> None:
 
 
 set_slices = lambda *runs: lambda body: body["parameters"]["w"].update(pieces=runs)  # noqa: E731
-OTHER_FILES = "its slices are in other files than it names"
+OTHER_FILES = "its fields 'files' and 'parameters' disagree"
 FORGERIES = [
     (lambda body: body["files"].update({"../secret": body["files"].pop(MOMENTS_FILE)}), f"{OTHER_FILES} ('../secret')"),
     (lambda body: body["engine"].update(optimizer_steps=0), f"{OTHER_FILES} ('{MOMENTS_FILE}')"),
     (lambda body: body["files"].pop(WEIGHTS_FILE), f"{OTHER_FILES} ('{WEIGHTS_FILE}')"),
     (lambda body: body["parameters"].pop("w"), OTHER_FILES),
     (lambda body: body.update(ranks=10**12), OTHER_FILES),
-    (set_slices([0, 1, 2], [0, 1, 4]), "holds other slices than the manifest lists"),
-    (set_slices([0, 1, 3]), "holds other slices"),
-    (lambda body: body["parameters"].update(x={"shape": [1], "pieces": [[0, 1, 1]]}), "holds other slices"),
-    (lambda body: body.update(first_moment_only=["w"]), "holds other slices"),
+    (set_slices([0, 1, 2], [0, 1, 4]), "its tensors differ from those that the manifest lists"),
+    (set_slices([0, 1, 3]), "its tensors differ"),
+    (lambda body: body["parameters"].update(x={"shape": [1], "pieces": [[0, 1, 1]]}), "its tensors differ"),
+    (lambda body: body.update(first_moment_only=["w"]), "its tensors differ"),
     (set_slices([0, 1, "3"], [0, 1, 3]), "manifest.json cannot be read"),
-    (lambda body: body.update(schema=2), "layout 2, where this program reads 3"),
+    (lambda body: body.update(schema=2), "unsupported format 2, expected 3"),
 ]
 
 
@@ -136,11 +136,11 @@ def refusal(world: World, run: str) -> str:
 def test_a_newer_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
     run = runs.make(tmp_path / "run")
     reseal(run / "checkpoints/step-00000000/manifest.json", lambda body: body.update(schema=SCHEMA + 1))
-    newer = f"has format {SCHEMA + 1}, which a later version of MegaBERT wrote; this one reads {SCHEMA}: update it"
+    newer = f"has format {SCHEMA + 1} of a later MegaBERT; this version reads up to {SCHEMA}: update MegaBERT"
     first, second = run_ranks(2, refusal, str(run))
     assert newer in first and first == second
     assert steps(run) == [0]  # nothing is renamed
-    with pytest.raises(ValueError, match="later version of MegaBERT"):
+    with pytest.raises(ValueError, match="of a later MegaBERT"):
         load_weights(run)
 
 
@@ -152,7 +152,7 @@ def test_links_and_sizes_are_refused_before_reading(tmp_path, capsys):
         (newest / name).rename(moved)
         (newest / name).symlink_to(moved)
         assert checkpoints.latest().name == "step-00000010"
-        assert f"{name} is not a plain file" in capsys.readouterr().err
+        assert f"{name} is not a regular file" in capsys.readouterr().err
         (newest / name).unlink()
         moved.rename(newest / name)
     with (newest / MOMENTS_FILE).open("r+b") as file:

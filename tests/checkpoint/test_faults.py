@@ -21,7 +21,7 @@ from megabert.checkpoint import Checkpoints, load_weights, store
 from megabert.checkpoint import format as checkpoint_format
 from megabert.common import errors, files
 from megabert.common.errors import Failed
-from megabert.distributed.ranks import RankRefused, World
+from megabert.distributed.ranks import RankError, World
 from megabert.distributed.watchdog import entered
 from tests.checkpoint.test_store import FakeEngine, at_moments, names, saved_run, settings, state, steps, stored
 from tests.helpers import tiny
@@ -95,11 +95,11 @@ def test_a_file_too_large_for_the_disk_fails(full, asynchronous, tmp_path):
     try:
         with pytest.raises(Failed, match=r"step 2 could not be written .*File too large.* earlier ones are untouched$"):
             checkpoints.save(engine, state(2, tiny.config(), padding=padding))
-            assert checkpoints.pending and asynchronous
+            assert checkpoints.in_flight and asynchronous
             checkpoints.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not checkpoints.pending and steps(tmp_path) == [1] and stored(tmp_path) == 1
+    assert not checkpoints.in_flight and steps(tmp_path) == [1] and stored(tmp_path) == 1
     checkpoints.save(FakeEngine(3), state(3, tiny.config()))
     checkpoints.finish()
     assert stored(tmp_path) == 3
@@ -169,7 +169,7 @@ def test_read_errors_are_tried_again(module, function, name, tmp_path, monkeypat
     monkeypatch.setattr(module, function, failing)
     assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000020"
     left[0] = 4
-    with pytest.raises((OSError, RankRefused), match="Input/output error") as raised:
+    with pytest.raises((OSError, RankError), match="Input/output error") as raised:
         Checkpoints(tmp_path, ALONE, settings()).latest()
     assert errors.exit_code(raised.value) == errors.FAILED
     assert steps(tmp_path) == [10, 20]  # the newest may be whole, and no older one takes its place
@@ -188,17 +188,18 @@ def test_the_next_save_commits_the_one_in_flight(tmp_path, monkeypatch):
     gate, write = threading.Event(), store.write_slices
     monkeypatch.setattr(store, "write_slices", at_moments(lambda *args: gate.wait(30) and write(*args)))
     checkpoints, engine = Checkpoints(tmp_path, ALONE, settings(3, asynchronous=True)), FakeEngine(2)
-    assert not checkpoints.pending and checkpoints.finish() is None
+    assert not checkpoints.in_flight
     checkpoints.save(engine, state(2, tiny.config()))
     engine.value = 77.0
-    assert checkpoints.pending and checkpoints.status == store.WRITING and checkpoints.latest() is None
+    assert checkpoints.in_flight and checkpoints.status == store.WRITING and checkpoints.latest() is None
     gate.set()
     wait_until(lambda: checkpoints.status == store.WRITTEN)
     assert checkpoints.latest() is None  # on the disk, and still not to be seen
     checkpoints.save(engine, state(3, tiny.config()))
     assert Checkpoints(tmp_path, ALONE).latest().name == "step-00000002" and stored(tmp_path) == 2
-    assert checkpoints.finish() == tmp_path / "checkpoints" / "step-00000003" and stored(tmp_path) == 77
-    assert not checkpoints.pending
+    checkpoints.finish()
+    assert checkpoints.saved_step == 3 and stored(tmp_path) == 77
+    assert not checkpoints.in_flight
 
 
 def overlapped(world: World, folder: str) -> list[Any]:
@@ -218,7 +219,8 @@ def overlapped(world: World, folder: str) -> list[Any]:
     quiet &= entered() != before_save
     waiting, unseen = world.agree_any(checkpoints.status == store.WRITING), checkpoints.latest()
     gate.set()
-    saved = checkpoints.finish()
+    checkpoints.finish()
+    saved = checkpoints.latest()
     weights = load_weights(saved)[0]
     whole = all(torch.equal(weights[n], w) for n, w in before.items())
     sizes = [(saved / f"weights-{rank:05d}-of-00002.safetensors").stat().st_size for rank in range(2)]
@@ -245,9 +247,9 @@ def test_training_waits_for_no_commit_or_removal(tmp_path, monkeypatch):
         wait_until(lambda: checkpoints.status == store.COMMITTING, update)
         assert f"step-{step:08d}" not in names(tmp_path)
         checkpoints.advance(store.WRITTEN)  # reduced before the commit began
-        assert checkpoints.pending
+        assert checkpoints.in_flight
         gates["commit"].set()
-        wait_until(lambda: not checkpoints.pending, update)
+        wait_until(lambda: not checkpoints.in_flight, update)
         gates["commit"].clear()
         assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / f"step-{step:08d}"
     assert len([name for name in names(tmp_path) if name.startswith(".saving-old-")]) == 2  # no update waited

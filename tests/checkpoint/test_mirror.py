@@ -35,8 +35,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A lock is renewed often, and given up soon; none is renewed after a test."""
     for name, value in (("BEAT", 0.2), ("LIMIT", 1.5), ("POLL", 0.05)):
         monkeypatch.setattr(mirror, name, value)
-    locks, take = list[mirror.MirrorLock](), mirror.MirrorLock.take
-    monkeypatch.setattr(mirror.MirrorLock, "take", lambda lock: (locks.append(lock), take(lock))[1])
+    locks, acquire = list[mirror.MirrorLock](), mirror.MirrorLock.acquire
+    monkeypatch.setattr(mirror.MirrorLock, "acquire", lambda lock: (locks.append(lock), acquire(lock))[1])
     yield
     for lock in locks:
         lock._ending.set()
@@ -61,7 +61,7 @@ def checkpoint(run: Path, step: int, best: int = -1, text: bytes = b"") -> Path:
 
 def opened(url: str, run: Path, **settings: Any) -> Mirror:
     made = Mirror(CheckpointConfig(mirror=url, **settings), run)
-    made.lock.take()
+    made.lock.acquire()
     made.restore()
     return made
 
@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_taken_from_the_mirror(name: str, proxy: Proxy, 
         assert found is not None
         return found.name
 
-    assert latest() == newest.name and f"the copy in {url} is taken" in caplog.text
+    assert latest() == newest.name and f"replaced by the copy in {url}" in caplog.text
     assert prep_reading.contents(newest) == whole and not list(newest.parent.glob(".*"))
     storage.remove(f"{url}/checkpoints/{newest.name}/{FILE}")
     assert latest() == "step-00000010" and "going back to step-00000010" in caplog.text
@@ -180,7 +180,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(proxy: Proxy, tmp_path
     assert f"{place} is damaged: going back to step-00000005" in capsys.readouterr().err
     storage.remove(place)
     storage.remove(place.replace("8/", "5/"))
-    with pytest.raises(ValueError, match="no checkpoint is whole"):
+    with pytest.raises(ValueError, match="no usable checkpoint"):
         opened(url, tmp_path / "third")
 
 
@@ -196,7 +196,7 @@ def test_one_job_at_a_time(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.Mon
     first.lock._ending.set()
     second = opened(url, tmp_path / "second")
     for _ in range(2):  # of logs alone, then of a checkpoint
-        with pytest.raises(Failed, match="another job took it over"):
+        with pytest.raises(Failed, match="another job took the lock"):
             first.upload()
         checkpoint(tmp_path / "first", 8)
     assert steps(url) == [5]
@@ -207,7 +207,7 @@ def test_one_job_at_a_time(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.Mon
 def test_of_several_jobs_that_start_together_one_has_the_mirror(proxy: Proxy, tmp_path: Path) -> None:
     def start(number: int) -> object:
         try:
-            return mirror.MirrorLock("s3://runs/together").take()
+            return mirror.MirrorLock("s3://runs/together").acquire()
         except (ValueError, Failed) as error:
             return error
 
@@ -234,7 +234,7 @@ def test_another_run_is_refused(proxy: Proxy, tmp_path: Path) -> None:
     made.close()
     checkpoint(tmp_path / "other", 9)
     (tmp_path / "other/checkpoints/chain.jsonl").write_text('{"step": 9}\n')
-    with pytest.raises(ValueError, match=r"^checkpoint.mirror=s3://runs/other: holds another run than"):
+    with pytest.raises(ValueError, match=r"^checkpoint.mirror=s3://runs/other: holds a different run than"):
         opened(url, tmp_path / "other")
 
 
@@ -250,7 +250,7 @@ def test_a_start_without_a_checkpoint_is_no_run(proxy: Proxy, tmp_path: Path) ->
 def test_uploads_that_a_run_waits_for_are_progress(proxy: Proxy, tmp_path: Path) -> None:
     run, progress = tmp_path / "run", list[str]()
     made = Mirror(CheckpointConfig(mirror="s3://runs/progress"), run, lambda: progress.append(""))
-    made.lock.take()
+    made.lock.acquire()
     checkpoint(run, 5)
     made.close()
     assert progress and steps("s3://runs/progress") == [5]
@@ -260,7 +260,7 @@ def test_an_upload_that_failed_is_no_success(proxy: Proxy, tmp_path: Path) -> No
     made = opened("s3://runs/failed", tmp_path / "run")
     checkpoint(tmp_path / "run", 5)
     proxy.fault = lambda method, path, number: UNAVAILABLE if "step-" in path and method == "PUT" else PASS
-    with pytest.raises(Failed, match=r"^s3://runs/failed/checkpoints/step-00000005/.*; the run folder is whole"):
+    with pytest.raises(Failed, match=r"^s3://runs/failed/checkpoints/step-00000005/.*; the run folder is complete"):
         made.close()
     gone = Mirror(CheckpointConfig(mirror="s3://no-such-bucket/run"), tmp_path / "run")
     proxy.fault = lambda *_: PASS
@@ -278,7 +278,7 @@ def test_no_error_ends_the_uploads(proxy: Proxy, tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as broken:
         broken.setattr(made, "upload", upload)
-        made.changed()
+        made.request_upload()
         assert failed.wait(10)
     checkpoint(run, 5)
     made.close()
@@ -296,7 +296,7 @@ def test_an_end_at_an_uploads_start_is_noticed(proxy: Proxy, tmp_path: Path) -> 
             super().clear()
 
     made._changed = Closing()
-    made.changed()
+    made.request_upload()
     assert made._thread is not None
     made._thread.join(10)
     assert not made._thread.is_alive() and steps("s3://runs/ends") == [5]
@@ -354,6 +354,6 @@ def test_a_damaged_manifest_replaces_no_whole_checkpoint(proxy: Proxy, tmp_path:
     made.upload()
     manifest.write_bytes(manifest.read_bytes()[:-9])
     made.close()
-    assert "step-00000005/manifest.json cannot be read: it is not uploaded" in capsys.readouterr().err
+    assert "step-00000005/manifest.json cannot be read; this checkpoint is not uploaded" in capsys.readouterr().err
     opened(url, tmp_path / "other")
     assert (tmp_path / "other/checkpoints/step-00000005" / FILE).read_bytes() == b"weights of 5"

@@ -21,7 +21,7 @@ from megabert.checkpoint import Checkpoints, run_lock
 from megabert.checkpoint.format import SEAL
 from megabert.common.errors import FAILED, USER_ERROR, Failed, describe, exit_code
 from megabert.config import CheckpointConfig
-from megabert.distributed.ranks import RankRefused, World
+from megabert.distributed.ranks import RankError, World
 from tests.helpers.ranks import CONTEXT, run_ranks
 from tests.helpers.simulated_ranks import ALONE
 from tests.helpers.waiting import wait_until
@@ -56,7 +56,7 @@ def job(host: str, run: Path, outcome: Path, commits: int) -> None:
     os.environ["SLURM_JOB_ID"] = "77"
     run_lock.BEAT, run_lock.LIMIT, run_lock.POLL = 0.2, LIMIT, 0.05
     try:
-        run_lock.take(run, ALONE)
+        run_lock.acquire(run, ALONE)
         if commits:
             run_lock.BEAT = 1000.0  # it is the commit that has to find out
         checkpoints = Checkpoints(run, ALONE, CheckpointConfig(keep=1, asynchronous=False))
@@ -119,7 +119,7 @@ def test_a_predecessor_of_the_same_job_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "LIMIT", 1000.0)
     taken("n1", tmp_path / "run").signal(signal.SIGKILL)
     owner = json.loads((tmp_path / "run/lock/00000001").read_text())["token"]
-    token = run_lock.take(tmp_path / "run", ALONE, predecessor=owner)
+    token = run_lock.acquire(tmp_path / "run", ALONE, predecessor=owner)
     assert token != owner and os.listdir(tmp_path / "run/lock") == ["00000002"]
     run_lock.release()
 
@@ -127,7 +127,7 @@ def test_a_predecessor_of_the_same_job_is_not_waited_for(tmp_path, monkeypatch):
 def refused(world: World, run: str) -> str:
     run_lock.BEAT, run_lock.LIMIT, run_lock.POLL = 0.2, LIMIT, 0.05
     try:
-        run_lock.take(run, world)
+        run_lock.acquire(run, world)
     except ValueError as error:
         return str(error)
     return ""
@@ -149,8 +149,8 @@ def take_on_node(world: World, folders: list[str]) -> str:
     """Takes the run folder of this rank's node; a node has one rank."""
     run_lock.SHARED = 0.3
     try:
-        return run_lock.take(folders[world.rank], replace(world, local_rank=0))
-    except RankRefused as error:
+        return run_lock.acquire(folders[world.rank], replace(world, local_rank=0))
+    except RankError as error:
         assert error.exit_code == USER_ERROR
         return str(error)
 
@@ -198,7 +198,7 @@ def test_a_suspended_owner_ends_before_it_harms(commits, tmp_path):
 
 def test_a_commit_cut_by_the_next_owner_names_it(tmp_path, monkeypatch):
     run = tmp_path / "run"
-    run_lock.take(run, ALONE)
+    run_lock.acquire(run, ALONE)
     checkpoints = Checkpoints(run, ALONE, CheckpointConfig(asynchronous=False))
     saving = checkpoints.folder / ".saving-00000001"
     saving.mkdir(parents=True)
@@ -243,7 +243,7 @@ def test_an_owner_whose_lock_was_removed_ends(tmp_path):
 def test_a_stale_listing_does_not_keep_a_lock(tmp_path, monkeypatch):
     """As of NFS, whose client lists a file that the next owner on another host removed."""
     run = tmp_path / "run"
-    run_lock.take(run, ALONE)
+    run_lock.acquire(run, ALONE)
     run_lock.check(run)
     taken_over(run)
     monkeypatch.setattr(os, "listdir", lambda folder: ["00000001"])
@@ -256,5 +256,5 @@ def test_a_file_system_fault_is_not_a_user_error(tmp_path, monkeypatch):
     fault = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "run/lock")
     monkeypatch.setattr(os, "listdir", Mock(side_effect=fault))
     with pytest.raises(OSError, match="run/lock: Stale file handle") as found:
-        run_lock.take(tmp_path / "run", ALONE)
+        run_lock.acquire(tmp_path / "run", ALONE)
     assert exit_code(found.value) == FAILED

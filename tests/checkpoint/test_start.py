@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from megabert.checkpoint import Checkpoints, check_compatible, load_weights, newest_step, note_changes, write_start
+from megabert.checkpoint import (
+    Checkpoints,
+    check_compatible,
+    drop_incomparable_losses,
+    load_weights,
+    log_changes,
+    newest_step,
+    write_start,
+)
+from megabert.config import from_dict, replace
 from tests.checkpoint.test_store import WEIGHTS_FILE, saved_run, state, steps
 from tests.helpers import tiny
 from tests.helpers.simulated_ranks import ALONE
@@ -22,7 +31,7 @@ def start(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     cfg = tiny.config()
     weights = tiny.model(cfg).state_dict()
     start_state = {"config": cfg.model_dump(), "dataset": "none", "tokenizer": "t" * 64}
-    assert write_start(run, weights, start_state) == run / "checkpoints" / "step-00000000"
+    write_start(run, weights, start_state)
     return weights, start_state
 
 
@@ -34,7 +43,7 @@ def test_a_start_is_a_verified_checkpoint_of_step_0(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / "step-00000000"
     assert steps(tmp_path) == [0]
     os.truncate(tmp_path / "checkpoints" / "step-00000000" / WEIGHTS_FILE, 1000)
-    with pytest.raises(ValueError, match="no checkpoint is whole"):
+    with pytest.raises(ValueError, match="no usable checkpoint"):
         load_weights(tmp_path)
 
 
@@ -80,8 +89,22 @@ def test_changes_of_phases_are_named_by_key(caplog: pytest.LogCaptureFixture) ->
     last = {"share": 0.5, "optimizer": {"lr": 0.1}}
     changed = {"share": 0.5, "optimizer": {"lr": 0.2}, "data": {"masking": {"rate": 0.4, "strategy": "word"}}}
     before, after = (tiny.config(phases=[{"share": 0.5}, phase], model__nsp=False) for phase in (last, changed))
-    note_changes(state(1, before) | {"tokens": 0}, after, extend=False)
+    log_changes(state(1, before) | {"tokens": 0}, after)
     changes = {"optimizer.lr": "0.1 and is 0.2", "data.masking.rate": "None and is 0.4"}
     changes["data.masking.strategy"] = "None and is 'word'"
     expected = [f"phases.2.{key} was {change} from here on" for key, change in changes.items()]
     assert [record.getMessage() for record in caplog.records] == expected
+
+
+def test_losses_that_do_not_compare_are_forgotten() -> None:
+    config = from_dict({})
+    state = {"config": config.model_dump(), "losses_by_objective": {"masked": [2.0]}, "best_step": 4, "since_best": 1}
+    changes = {
+        "data.masking.strategy": ("word", {}, 4),
+        "data.masking.rate": (0.3, {}, -1),
+        "model.dropout": (0.0, {}, 4),
+    }
+    changes |= {"eval.rate": (0.3, {"masked": [2.0]}, -1), "optimizer.lr": (1e-5, {"masked": [2.0]}, 4)}
+    for key, (value, losses, best) in changes.items():
+        found = drop_incomparable_losses(state, replace(config, key, value))
+        assert (found["losses_by_objective"], found["best_step"]) == (losses, best), key

@@ -202,7 +202,7 @@ def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys) -> None:
     with (run / "checkpoints/step-00000000/weights-00000-of-00001.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    assert "no checkpoint is whole" in refusal(capsys, export.main, "--model", run, "--output", tmp_path / "hf")
+    assert "no usable checkpoint" in refusal(capsys, export.main, "--model", run, "--output", tmp_path / "hf")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["causal", "large", "other", "run"]
 
 

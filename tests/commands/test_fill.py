@@ -67,7 +67,7 @@ def test_the_likeliest_words_or_a_mistake_are_printed(tmp_path: Path, capsys) ->
 def test_it_reads_beside_a_locked_run(world, tmp_path: Path, monkeypatch) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     monkeypatch.setattr(run_lock, "BEAT", 1000.0)
-    run_lock.take(run, world)
+    run_lock.acquire(run, world)
     half = run / "checkpoints" / ".saving-00000009"
     half.mkdir()
     (half / "weights.safetensors").write_bytes(b"not yet")

@@ -219,7 +219,9 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("from_zero", [False, True])
 def test_any_curve_can_be_drawn(from_zero: bool, tmp_path: Path) -> None:
     for values in ([1.0], [0.0], [2.0, 2.0], [-1.0, 1.0], [1e-9, 1.0], [5e6, 1.0]):
-        run = ReportedRun(tmp_path, {"config": {}}, [{"step": step, "x": value} for step, value in enumerate(values)])
+        run = ReportedRun(
+            tmp_path, str(tmp_path), {"config": {}}, [{"step": step, "x": value} for step, value in enumerate(values)]
+        )
         drawn = plot(CurveChart("t", "", ("x",), from_zero=from_zero), run)
         assert drawn is not None and drawn["y_ticks"]
         for coordinate in re.findall(r"[-\w.]+", drawn["lines"][0]["path"].replace("M", " ").replace("L", " ")):

@@ -1,7 +1,6 @@
 """Help shows defaults and nothing else; usage shows how the command was called."""
 
-from megabert.common import arguments
-from megabert.common.arguments import Parser, called_as
+from megabert.common.arguments import Parser
 
 
 def test_help_shows_each_default_once():
@@ -14,10 +13,3 @@ def test_help_shows_each_default_once():
     shown = " ".join(parser.format_help().split())
     assert "100% of it (default: 5e-05)" in shown and "tokens (default: 128 512)" in shown
     assert shown.count("default") == 2 and "    kept as it is\n" in parser.format_help()
-
-
-def test_usage_shows_how_the_command_was_called(monkeypatch):
-    monkeypatch.setattr(arguments, "_called_as", "")
-    assert called_as("megabert.commands.fill") == "python -m megabert.commands.fill"
-    arguments.call_as("megabert fill")
-    assert called_as("megabert.commands.fill") == "megabert fill"

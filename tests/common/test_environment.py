@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FAULTS = """
 import resource, sys
 import numpy as np
-from megabert.common.environment import keep_freed_memory
+from megabert.common.environment import disable_malloc_trimming
 if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+    assert disable_malloc_trimming()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(50):
@@ -56,7 +56,7 @@ def test_pressure_that_the_kernel_does_not_measure_is_none(monkeypatch: pytest.M
         raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(path))
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert environment.seconds_short_of_cores() is None
+    assert environment.cpu_pressure_seconds() is None
 
 
 def test_versions_are_read_without_importing_packages():
@@ -113,18 +113,16 @@ def test_threads_at_a_barrier_soon_sleep():
     env |= {"OMP_DISPLAY_ENV": "verbose"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert "GOMP_SPINCOUNT = '1000'" in done.stderr
-    program = (
-        "import os; from megabert.common import environment as e; e.spin_briefly(); print(os.environ['GOMP_SPINCOUNT'])"
-    )
+    program = "import os; from megabert.common import environment as e; e.limit_openmp_spinning(); print(os.environ['GOMP_SPINCOUNT'])"
     assert printed(program, GOMP_SPINCOUNT="7") == "7"
 
 
-@pytest.mark.skipif(environment.seconds_short_of_cores() is None, reason="no pressure stall information in this kernel")
+@pytest.mark.skipif(environment.cpu_pressure_seconds() is None, reason="no pressure stall information in this kernel")
 def test_waiting_for_a_core_is_counted():
-    before = environment.seconds_short_of_cores()
+    before = environment.cpu_pressure_seconds()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(environment.cores() + 2)]
     try:
-        wait_until(lambda: environment.seconds_short_of_cores() - before >= 0.5, 60)
+        wait_until(lambda: environment.cpu_pressure_seconds() - before >= 0.5, 60)
     finally:
         for process in busy:
             process.kill()

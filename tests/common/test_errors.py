@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from data_prep.common.errors import BadInput, Unfinished, WorkerDied
-from megabert.common.errors import BadTraining, Failed, command, describe, exit_code, exit_code_from, leave_exit_code
+from megabert.common.errors import BadTraining, Failed, command, describe, exit_code, record_exit_code, run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,13 +43,13 @@ def test_an_error_is_described_by_path_and_reason() -> None:
 
 UNREAD = """
 import os, signal, sys
-from megabert.common.errors import exit_code_from, command
+from megabert.common.errors import run_main, command
 from megabert.common.logs import log
 @command
 def main(argv=None):
     %s
     return 0
-sys.exit(exit_code_from(main))"""
+sys.exit(run_main(main))"""
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_an_unknown_message_level_is_a_user_error(monkeypatch, capsys) -> None:
 def test_exit_codes_are_left_for_the_launch_script(end, code, tmp_path, monkeypatch):
     main = Mock(return_value=end) if isinstance(end, int) else Mock(side_effect=end)
     monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path))
-    assert exit_code_from(main) == code
+    assert run_main(main) == code
     assert [file.read_text() for file in tmp_path.iterdir()] == [f"{code}\n"]
     monkeypatch.setenv("MEGABERT_EXIT_DIR", str(tmp_path / "missing"))
-    assert leave_exit_code(code) == code
+    assert record_exit_code(code) == code
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from megabert.common import files
-from megabert.common.files import appearing, write_whole
+from megabert.common.files import atomic_folder, write_atomically
 from megabert.common.run_files import json_lines
 
 
 def filled(target: Path, text: str) -> None:
     """Replace `target` by a folder with this text."""
-    with appearing(target, "mark", overwrite=True) as folder:
+    with atomic_folder(target, "mark", overwrite=True) as folder:
         (folder / "mark").write_text(text)
 
 
 def test_a_folder_appears_when_its_block_ends(tmp_path):
     target = tmp_path / "deep" / "new"
-    with appearing(target, "mark") as folder:
+    with atomic_folder(target, "mark") as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "mark").write_text("1")
         assert not target.exists() and folder.parent == target.parent
@@ -33,11 +33,11 @@ def test_an_error_changes_nothing(before, tmp_path):
     target = tmp_path / "new"
     if before:
         filled(target, "old")
-    with pytest.raises(OSError, match="no space"), appearing(target, "mark", overwrite=True) as folder:
+    with pytest.raises(OSError, match="no space"), atomic_folder(target, "mark", overwrite=True) as folder:
         (folder / "mark").write_text("new")
         raise OSError("no space")
     assert [p.name for p in tmp_path.iterdir()] == ["new"] * before
-    with pytest.raises(FileNotFoundError), appearing(target, "mark", overwrite=True) as folder:
+    with pytest.raises(FileNotFoundError), atomic_folder(target, "mark", overwrite=True) as folder:
         folder.rename(tmp_path / "elsewhere")  # so that the last rename fails
     assert not before or (target / "mark").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", *["new"] * before]
@@ -50,7 +50,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path):
         left.mkdir()
         (left / "weights").write_text("half")
     filled(target, "1")
-    with appearing(target, "mark", overwrite=True) as first:
+    with atomic_folder(target, "mark", overwrite=True) as first:
         (first / "mark").write_text("2")
         filled(tmp_path / "best2", "1")
         filled(target, "3")  # at the same time: neither removes the other's
@@ -62,7 +62,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path):
 def test_only_folders_of_the_same_command_are_replaced(tmp_path):
     target = tmp_path / "there"
     target.mkdir()  # an empty one is free
-    with appearing(target, "mark") as folder:
+    with atomic_folder(target, "mark") as folder:
         (folder / "mark").write_text("1")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years")
@@ -74,7 +74,7 @@ def test_only_folders_of_the_same_command_are_replaced(tmp_path):
         ("file", True, "is not a folder"),
         ("link", True, "is not a folder"),
     ):
-        with pytest.raises(ValueError, match=message), appearing(tmp_path / name, "mark", overwrite=overwrite):
+        with pytest.raises(ValueError, match=message), atomic_folder(tmp_path / name, "mark", overwrite=overwrite):
             raise AssertionError("must not be entered")
     filled(target, "2")
     assert (target / "mark").read_text() == "2" and len(list(tmp_path.iterdir())) == 4
@@ -113,14 +113,14 @@ def test_a_folder_that_is_replaced_is_always_there(can, tmp_path, monkeypatch):
 def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for data in (b"first", b"2"):
-        write_whole(path, data)
+        write_atomically(path, data)
         assert path.read_bytes() == data and list(tmp_path.iterdir()) == [path]
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_whole(path, bytes(5000))
+            write_atomically(path, bytes(5000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)

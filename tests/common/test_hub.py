@@ -8,7 +8,7 @@ import pytest
 
 from megabert.common import storage
 from megabert.common.errors import Failed
-from megabert.common.hub import copied, model_folder
+from megabert.common.hub import download_folder, model_folder
 from tests.helpers.object_store import Proxy
 
 pytest.importorskip("s3fs")
@@ -18,7 +18,7 @@ pytest.importorskip("s3fs")
 def test_a_model_in_a_store_is_known_by_its_weights(name: str, proxy: Proxy) -> None:
     """Of several files, of a fine-tuning run, or of an older one."""
     storage.write(f"s3://shelf/{name}/{name}", b"{}")
-    assert (copied(f"s3://shelf/{name}") / name).read_text() == "{}"
+    assert (download_folder(f"s3://shelf/{name}") / name).read_text() == "{}"
 
 
 def test_a_proxy_that_refuses_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +36,6 @@ def test_processes_that_start_together_share_a_copy(proxy: Proxy) -> None:
         storage.write(f"{url}/{name}", name.encode())
     proxy.delay = 0.05
     with ThreadPoolExecutor(4) as threads:
-        (folder,) = {*threads.map(lambda _: copied(url), range(4))}
+        (folder,) = {*threads.map(lambda _: download_folder(url), range(4))}
     assert sorted(path.name for path in folder.iterdir()) == names and list(folder.parent.iterdir()) == [folder]
     assert [(folder / name).read_text() for name in names] == names

@@ -87,7 +87,9 @@ def test_failing_requests_lose_no_byte(proxy: Proxy, tmp_path: Path, what: str) 
     url = f"s3://shelf/faults/{what}"
     proxy.fault = lambda method, path, number: what if zlib.crc32(b"%d" % number) % 5 == 0 else PASS
     (tmp_path / "file").write_bytes(DATA)
-    storage.put(tmp_path / "file", url)
+    parts: list[int] = []
+    storage.put(tmp_path / "file", url, lambda: parts.append(1))
+    assert parts
     with storage.open_object(url) as file:
         assert file.read() == DATA
     storage.fetch(url, tmp_path / "copy")
@@ -108,7 +110,7 @@ def test_a_store_that_is_gone_is_class_4(proxy: Proxy, tmp_path: Path, monkeypat
 
 
 def test_what_no_store_is_meant_by_is_refused():
-    unknown = "a path, or a URL with"
+    unknown = "unsupported URL scheme"
     for url, message in (("file:///etc", unknown), ("nothing://x/y", unknown), ("az://box/y", "pip install adlfs")):
         with pytest.raises(ValueError, match=message):
             storage.stat(url)
@@ -191,4 +193,4 @@ def test_names_that_lead_out_are_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     """Objects are copied to files by their names, also those of a store that somebody else writes."""
     found = [storage.Object(f"s3://shelf/run/{name}", 1, "") for name in ("../x", "a/../../x", "/etc/x", "a/x..y")]
     monkeypatch.setattr(storage, "find", lambda url: found)
-    assert storage.below("s3://shelf/run") == {"a/x..y": found[-1]}
+    assert storage.list_objects("s3://shelf/run") == {"a/x..y": found[-1]}

@@ -125,4 +125,6 @@ def test_empty_lines_are_skipped(tmp_path):
     path = tmp_path / "t.tsv"  # numbers are columns only without a header
     path.write_text("0\t1\na\tb\n")
     assert [values for _, values in tables.rows(path, ["1"])] == [["b"]]
-    assert [values for _, values in tables.rows(path, ["0"], headed=False)] == [["0"], ["a"]]
+    assert [values for _, values in tables.rows(path, ["0"], headed=False)] == [["a"]]  # a frame without names
+    path.write_text("1\t0\na\tb\n")
+    assert [values for _, values in tables.rows(path, ["0"], headed=False)] == [["1"], ["a"]]

@@ -20,10 +20,11 @@ from megabert.common import errors
 from megabert.common.processes import is_alive
 from megabert.config import MaskingConfig, from_dict
 from megabert.data.batch import TENSORS, RowDigest, compact_lengths
-from megabert.data.loader import Loader, eval_batches
+from megabert.data.loader import Loader, MaskedRows
 from megabert.data.shards import Dataset
 from megabert.data.shards.layout import TAR_END, shard_bytes
 from megabert.data.tokenizer import Tokenizer
+from megabert.evaluation import fixed_batches
 from megabert.ops import attention_inputs
 from tests.helpers import wordpiece
 from tests.helpers.ranks import CONTEXT
@@ -241,7 +242,9 @@ def hand_made(folder, strategy="token"):
     isnext = np.array([[1, -1, -1], [-1, -1, -1]], np.int8)
     dataset = Dataset(make_dataset(folder, 2, seq_len=12, arrays=(ids, bounds, isnext)))
     masking = MaskingConfig(strategy=strategy)
-    (batch,) = eval_batches(dataset, vocabulary(), micro_batch=2, seed=1, masking=masking)
+    source = MaskedRows(dataset, vocabulary(), 1, 2, masking)
+    buffers = source.make(np.arange(2), np.zeros(2, np.int64), masking)
+    (batch,) = source.layout(2, masking).micro_batches(*map(torch.from_numpy, buffers), 2)
     assert (batch.tokens, batch.sequences) == (22, 3)
     assert batch.key_start.tolist() == [[0, 0, 0, 0, 0, 0, 6, 6, 6, 6, 0, 0], [0] * 12]
     return ids, batch
@@ -291,7 +294,8 @@ def test_each_third_update_is_causal(dataset, workers, start):
                 assert all(batch.inputs()[name].equal(plain.inputs()[name]) for name in TENSORS)
     for loader in loaders:
         loader.close()
-    assert not any(batch.causal for batch in eval_batches(dataset, vocabulary(), micro_batch=8, seed=1, masking=mix))
+    config = from_dict({"model": {"nsp": False}, "data": {"masking": mix.model_dump()}})
+    assert not any(batch.causal for batch in fixed_batches(dataset, vocabulary(), config))
 
 
 def test_lengths_are_compact_on_a_device(dataset):
@@ -309,10 +313,10 @@ def test_lengths_are_compact_on_a_device(dataset):
         assert offsets.unique().equal(whole.unique()) and len(offsets) <= len(whole)
 
 
-@pytest.mark.parametrize(("world", "micro", "limit"), [(1, 64, 1000), (2, 16, 5), (4, 7, None)])
+@pytest.mark.parametrize(("world", "micro", "limit"), [(1, 64, 1000), (2, 16, 5), (4, 7, 0)])
 def test_evaluation_reads_each_row_once_under_one_mask(dataset, world, micro, limit):
-    options = {"micro_batch": micro, "seed": 9, "world": world, "max_rows": limit}
-    shares = [list(eval_batches(dataset, vocabulary(), rank=rank, **options)) for rank in range(world)]
+    config = from_dict({"batch": {"micro_size": micro}})
+    shares = [list(fixed_batches(dataset, vocabulary(), config, rank, world, limit)) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1, "collectives need as many batches on every rank"
     whole = [b for share in shares for b in share]
     seen = np.concatenate([b.row_ids for b in whole])
@@ -322,7 +326,7 @@ def test_evaluation_reads_each_row_once_under_one_mask(dataset, world, micro, li
         filler = torch.from_numpy(b.row_ids < 0)
         assert b.input_ids.shape[0] == micro and (b.lengths.sum(1) > 0).all()
         assert (b.mlm_labels[filler] == -100).all() and (b.nsp_labels[filler] == -100).all()
-    (reference,) = eval_batches(dataset, vocabulary(), micro_batch=ROWS, seed=9)
+    (reference,) = fixed_batches(dataset, vocabulary(), from_dict({"batch": {"micro_size": ROWS}}))
     masks = {int(r): b.input_ids[i].tolist() for b in whole for i, r in enumerate(b.row_ids) if r >= 0}
     assert masks == {r: reference.input_ids[r].tolist() for r in range(rows)}
     assert sum(b.predictions for b in whole) == int((reference.mlm_labels[:rows] >= 0).sum())

@@ -312,6 +312,10 @@ def test_words_are_those_of_the_text(strategy, kind, tmp_path):
         assert all(count == (of_word == word).sum() for word, count in found.items())
         seen.update(found.keys())
     assert len(seen) == len(words) and out.counts.mean() / len(tokens) == pytest.approx(0.3, rel=0.05)
+    special = list(tokenizer.special_ids.values())
+    for one in (out, masked((ids, *rest), known=MaskingVocabulary.of(tokenizer))):
+        drawn = one.ids[:, 1:-1][one.ids[:, 1:-1] != tokenizer.mask_id]
+        assert not np.isin(one.labels, special).any() and not np.isin(drawn, special).any()
 
 
 PHASES = "phases=[{share=0.5},{share=0.5, %s}]"

@@ -1,6 +1,7 @@
 """Several datasets as one: exact shares, every row once an epoch of its dataset, counts of tokens."""
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -84,10 +85,12 @@ def test_mismatched_datasets_are_refused_by_name(folders, tmp_path):
     for name, message in (("long", "its row length is 64"), ("single", "its sentence pairs is False")):
         with pytest.raises(ValueError, match=f"{name}: {message}"):
             open_mixture(folders[1], {str(tmp_path / name): 0.5})
-    for mix in ({folders[0]: 1.0}, {folders[0]: -0.1}, {folders[1]: 0.5}):
+    for mix in ({folders[0]: 1.0}, {folders[0]: -0.1}, {folders[1]: 0.5}, {folders[0]: 1e-5}):
         with pytest.raises(ValueError, match=r"data\.mix"):
             open_mixture(folders[1], mix)
-    with pytest.raises(ValueError, match=r"^file:///data/manifest.json: a path, or a URL with "):
+    with pytest.raises(ValueError, match=rf"copy: is the dataset of {folders[1]}; name it once"):
+        open_mixture(folders[1], {str(shutil.copytree(folders[1], tmp_path / "copy")): 0.5})
+    with pytest.raises(ValueError, match=r"^file:///data/manifest.json: unsupported URL scheme; "):
         open_mixture("file:///data", {})
 
 

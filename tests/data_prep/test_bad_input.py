@@ -90,7 +90,7 @@ def test_too_little_text_names_reasons_and_options(build, tmp_path):
     options = {"filters": "min-words=9", "on_error": "skip", "code": 2}
     parts = ("1 documents read", "min-words 1 (--filters … min-words=off)", "invalid UTF-8 1 (6 bytes; ")
     parts = (*parts, "bad.txt", "--encoding-errors")
-    expect_error(build([few, bad], **options), "makes only 0 tokens", *parts)
+    expect_error(build([few, bad], **options), "has only 0 tokens", *parts)
     expect_error(build([few, bad], tokenizer=None, **options), "no text to train a tokenizer on", *parts)
     nulls = write(tmp_path / "a.jsonl", records([None] * 3))
     expect_error(build(nulls, code=2), "3 documents read", "null value 3 (--text-field)")
@@ -113,7 +113,7 @@ def test_too_large_vocabulary_names_the_largest(kind, build, tmp_path):
     build = partial(build, write(tmp_path / "good.txt", GOOD), tokenizer=None, model_type=kind)
     error = build(code=2).err
     assert "--vocab-size" in error and "30000" in error
-    largest = error.split("the largest that works is ")[1].split(",")[0]
+    largest = error.split("lower it to at most ")[1].split(",")[0]
     build(vocab_size=largest)
 
 

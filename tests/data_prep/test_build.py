@@ -82,6 +82,15 @@ def test_lowercase_tokenizer_and_one_held_out_passage(topics, tmp_path):
     assert tokenizer.encode_batch(["STATEMENT"]) == tokenizer.encode_batch(["statement"])
 
 
+def test_one_document_trains_its_tokenizer(topics, tmp_path):
+    """Also if a hash of its words would hold it out: passages of it are held out instead."""
+    for number, text in enumerate(topics[:4]):
+        path = write(tmp_path / f"{number}.txt", text)
+        options = {"text_documents": "file", "held_out": 0.5, "vocab_size": 100, "seq_len": 32, "workers": 1}
+        found = build_here(path, tmp_path / f"out-{number}", **options)
+        assert found["read"]["documents"] == 1 and (tmp_path / f"out-{number}/held_out/manifest.json").exists()
+
+
 def test_builds_in_one_process_keep_their_tokenizers(topics, tmp_path):
     """A tokenizer that is trained has the same path in every build of a folder."""
     path = write(tmp_path / "in.txt", "\n\n".join(topics[:2]))
@@ -100,7 +109,22 @@ def test_a_document_that_may_be_many_is_said(tokenizer_file, tmp_path, capsys):
     guessed = capsys.readouterr()
     assert f"{folder}: a document of plain text is a file" in guessed.out
     assert re.search(r"documents  input: 1, 1\.0 a file, the largest of 0\.02 MB in \S+merged\.txt", guessed.out)
-    assert "merged.txt: 1 document of 0.0 MB has 400 blank-line blocks; --text-documents blank-line" in guessed.err
+    assert "merged.txt: 1 document of 0.0 MB has 400 blank-line blocks; add --text-documents blank-line" in guessed.err
     build_here(folder, tmp_path / "chosen", tokenizer=tokenizer_file, workers=1, text_documents="blank-line")
     chosen = capsys.readouterr()
     assert "blank-line blocks" not in chosen.err and "documents  input: 400, 400.0 a file" in chosen.out
+
+
+def test_a_folder_may_have_its_build_inside(topics, tokenizer_file, tmp_path, capsys):
+    """Which is not read, so that the same command resumes and is done."""
+    folder = write_all(tmp_path / "in", {f"{i}.txt": text for i, text in enumerate(topics[:8])})
+    options = {"tokenizer": tokenizer_file, "seq_len": 32, "held_out": 0}
+    build_here(folder, tmp_path / "beside", **options)
+    for _ in range(2):
+        build_here(folder, folder / "out", **options)
+    assert f"--input {folder}: all but {folder / 'out'}, the folder of this build" in capsys.readouterr().out
+    inside, beside = (
+        {n: data for n, data in contents(of).items() if n.endswith(".tar")}
+        for of in (folder / "out", tmp_path / "beside")
+    )
+    assert inside == beside and inside

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 
 from data_prep import build as building
-from data_prep.__main__ import main
 from data_prep.build import BuildPlan, build, build_part
 from data_prep.common.errors import BadInput
 from data_prep.common.records import Corpus
@@ -44,7 +43,7 @@ def test_parts_in_any_order_give_the_same_bytes(given, tmp_path):
 def test_part_reads_nothing_again_behind_reading(given, tmp_path, monkeypatch):
     """Resubmitted after the last job, which has deleted the files of reading, met its time limit."""
     plan = given(tmp_path / "out")
-    monkeypatch.setattr(journal, "SWEPT", 1)
+    monkeypatch.setattr(journal, "SWEEP_BYTES", 1)
     with monkeypatch.context() as patched:
         patched.setattr(building, "_commit", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(OSError):
@@ -105,13 +104,3 @@ def test_concurrent_parts_exclude_whole_builds(given, tmp_path):
     build(given(output), Pool(1), progress=False)
     build(given(tmp_path / "at once"), Pool(1), progress=False)
     assert contents(output) == contents(tmp_path / "at once")
-
-
-def test_bad_parts_are_refused(tmp_path, capfd):
-    for words, error in (
-        ("3/2", "--part 3/2: give K/N with K from 1 to N"),
-        ("one", "--part one: give K/N"),
-        ("1/2 --overwrite", "excludes --overwrite and --json"),
-    ):
-        assert main(["build", "--input", "x", "--output", str(tmp_path / "out"), "--part", *words.split()]) == 2
-        assert error in capfd.readouterr().err and not (tmp_path / "out").exists()

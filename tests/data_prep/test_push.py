@@ -37,7 +37,7 @@ def test_a_pushed_dataset_has_its_bytes_and_trains(model_hub: Hub, world: World,
     monkeypatch.setattr(pushing, "COMMIT", 2)
     assert push(DATA, "--private") == 0
     assert model_hub.repositories == {NAME: PRIVATE}
-    read = {name: storage.read(each.url) for name, each in storage.below(URL).items()}
+    read = {name: storage.read(each.url) for name, each in storage.list_objects(URL).items()}
     card = read.pop("README.md").decode()
     assert read.pop(".gitattributes") and read == contents(DATA)
     assert [message for _, message in model_hub.commits] == ["Shards 1 to 2 of 4", "Shards 3 to 4 of 4", "Manifest"]

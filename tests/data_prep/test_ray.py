@@ -206,7 +206,7 @@ def test_a_node_with_other_files_is_refused(differs, start, cluster, tmp_path):
     mount, folder, expected = {
         "output": (f"-t tmpfs none {shared}", ROOT, f"does not see {shared}/out/.work; name an --output"),
         "current folder": (f"-t tmpfs none {shared}", shared / "here", f"does not see {shared}/here; start the"),
-        "code": (f"--bind {tmp_path}/changed.py {pipeline}", ROOT, "has other code (source was "),
+        "code": (f"--bind {tmp_path}/changed.py {pipeline}", ROOT, "runs different code (source was "),
     }[differs]
     (shared / "here").mkdir(parents=True)
     write(tmp_path / "changed.py", pipeline.read_text() + "\n")

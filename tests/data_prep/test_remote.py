@@ -161,7 +161,7 @@ def test_output_in_a_bucket_equals_a_folder(mixed, local, proxy, options, tmp_pa
     command("verify", url)
     storage.write(f"{url}/notes.txt", b"mine")
     refused = build(mixed, url, code=2, overwrite=True, **options | {"seed": 7})
-    assert "holds notes.txt, which is not of a build" in refused.stderr
+    assert "holds notes.txt, which no build wrote" in refused.stderr
     assert storage.read(f"{url}/notes.txt") == b"mine" and storage.exists(f"{url}/manifest.json")
 
 
@@ -220,7 +220,7 @@ def test_a_dataset_of_the_hub_by_its_name(topics, options, tmp_path, monkeypatch
     with hub.serving("some/texts", tmp_path / "hub", dataset=True) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
         done = build(url, tmp_path / "remote", **options)
-        assert f"{url}: its training split, {url}@refs/convert/parquet/default/train/*.parquet" in done.stdout
+        assert f"{url}: reading its training split, {url}@refs/convert/parquet/default/train/*.parquet" in done.stdout
         assert contents(tmp_path / "remote") == contents(tmp_path / "local")
         shutil.copytree(branch / "default/train", branch / "other/train")
         several = build(url, tmp_path / "several", code=2, **options)

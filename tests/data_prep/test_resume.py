@@ -107,7 +107,7 @@ def stop(topics, tokenizer_file, tmp_path, monkeypatch):
 @pytest.mark.parametrize("swept", [1, 1 << 40])
 def test_what_was_dropped_stops_a_build_that_stops(swept, stop, tmp_path, monkeypatch, capsys):
     """Bad input that a killed build dropped with `--on-error skip`, by the records of its tasks or of the whole stage."""
-    monkeypatch.setattr(journal, "SWEPT", swept)
+    monkeypatch.setattr(journal, "SWEEP_BYTES", swept)
     write(tmp_path / "in/bad.jsonl", '{"text": "Good."}\n{"text": 5}\n')
     run = stop(32, on_error="skip")
     assert (tmp_path / "out/.work/journal/read.json").exists() == (swept == 1)
@@ -135,7 +135,7 @@ def test_a_resume_removes_what_lost_files_made(left, stop, tmp_path):
 def test_a_build_resumes_from_synced_files_alone(stop, tmp_path, monkeypatch):
     """What a loss of power leaves at worst, when the files of the first stages were deleted before."""
     synced, sync = set(), journal.sync
-    monkeypatch.setattr(journal, "SWEPT", 1)
+    monkeypatch.setattr(journal, "SWEEP_BYTES", 1)
     monkeypatch.setattr(journal, "sync", lambda path: synced.add(path.resolve()) or sync(path))
     run = stop(32, 64)
     work = tmp_path / "out" / ".work"

@@ -37,6 +37,8 @@ def test_entities_are_complete_and_bounded():
 def test_hard_wrapped_lines_are_rejoined():
     wrapped = "\n".join(["It was the best of times, it was the worst of times, it was"] * 3)
     assert clean.paragraphs(wrapped + "\n\n" + wrapped, False) == [wrapped, wrapped]
+    chinese = "\n".join(["中" * 45] * 3 + ["。" + "文" * 44])  # words have no spaces between them
+    assert clean.paragraphs(chinese, False) == ["中" * 135 + "。 " + "文" * 44]
     text = "A heading\nA paragraph that is one line. " + "x" * 200 + "\nAnother."
     assert clean.paragraphs(text, False)[0] == "A heading"
 
@@ -60,6 +62,7 @@ def test_leftover_markup_goes_and_comparisons_stay():
         ("Is it 3.5 or 4? no matter. end", ["Is it 3.5 or 4? no matter. end"]),
         ("He said no. Then he left. See No. 7.", ["He said no.", "Then he left.", "See No. 7."]),
         ("Wait... What? (Nothing.) Fine.", ["Wait...", "What?", "(Nothing.)", "Fine."]),
+        ("Er ging. „Komm mit!“ Sie blieb.", ["Er ging.", "„Komm mit!“", "Sie blieb."]),
         ("", []),
     ],
 )

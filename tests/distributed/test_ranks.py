@@ -53,7 +53,7 @@ def test_discovery_reads_each_launcher(environment, expected):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (TORCH | {"RANK": "2"}, "rank 2 is outside"),
+        (TORCH | {"RANK": "2"}, "rank 2 must be in"),
         (TORCH | {"RANK": "x"}, "RANK='x' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
         (TORCH | {"RANK": "0", "LOCAL_RANK": "1"}, "local rank 1 of rank 0"),
@@ -199,13 +199,13 @@ def test_gpu_unseen_by_torch_is_refused(tmp_path, monkeypatch):
     """As with a driver that is older than torch's CUDA: the run would train on the CPU without a word."""
     driver, match_in = tmp_path / "version", environment.match_in
     monkeypatch.setattr(environment, "match_in", lambda file, pattern: match_in(str(driver), pattern))
-    assert ranks.unused_gpu({}) == ""
+    assert ranks.explain_unused_gpu({}) == ""
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert ranks.unused_gpu({}) == (
-        "NVIDIA's driver 535.104.05 is loaded, and torch, made for CUDA 13.0, sees no device: update the driver, or install "
-        "the torch of its CUDA; to train on the CPU set CUDA_VISIBLE_DEVICES="
+    assert ranks.explain_unused_gpu({}) == (
+        "NVIDIA's driver 535.104.05 is loaded, and torch, built for CUDA 13.0, finds no GPU: update the driver, or "
+        "install torch for the driver's CUDA; to train on the CPU set CUDA_VISIBLE_DEVICES="
     )
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "torch is the build for CPUs: install torch with CUDA" in ranks.unused_gpu({})
-    assert ranks.unused_gpu({"CUDA_VISIBLE_DEVICES": ""}) == ""
+    assert "torch is the build for CPUs: install torch with CUDA" in ranks.explain_unused_gpu({})
+    assert ranks.explain_unused_gpu({"CUDA_VISIBLE_DEVICES": ""}) == ""

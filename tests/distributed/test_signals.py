@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.common.hardware import free_port
 from megabert.distributed import signals
-from megabert.distributed.signals import Stop, end_of_time, parse_duration
+from megabert.distributed.signals import Stop, find_deadline, parse_duration
 
 pytestmark = pytest.mark.usefixtures("own_signals")
 
@@ -26,31 +26,31 @@ def test_durations_are_read_as_sbatch_reads_them():
 
 
 def test_the_earlier_end_counts():
-    assert end_of_time("", {}, 1000.0) is None
-    assert end_of_time("10s", {}, 1000.0) == 1010.0
-    assert end_of_time("10s", {"SLURM_JOB_END_TIME": "1005"}, 1000.0) == 1005.0
-    assert end_of_time("", {"SLURM_JOB_END_TIME": "1005"}, 1000.0) == 1005.0
-    assert end_of_time("10s", {signals.STARTED: "990.5"}, 1000.0) == 1000.5  # ranks restarted within the job
+    assert find_deadline("", {}, 1000.0) is None
+    assert find_deadline("10s", {}, 1000.0) == 1010.0
+    assert find_deadline("10s", {"SLURM_JOB_END_TIME": "1005"}, 1000.0) == 1005.0
+    assert find_deadline("", {"SLURM_JOB_END_TIME": "1005"}, 1000.0) == 1005.0
+    assert find_deadline("10s", {signals.STARTED: "990.5"}, 1000.0) == 1000.5  # ranks restarted within the job
     with pytest.raises(ValueError, match="SLURM_JOB_END_TIME='soon'"):
-        end_of_time("", {"SLURM_JOB_END_TIME": "soon"}, 0.0)
+        find_deadline("", {"SLURM_JOB_END_TIME": "soon"}, 0.0)
 
 
 def test_a_stop_leaves_time_for_the_save(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    stop = Stop(ends=2000.0)
+    stop = Stop(deadline=2000.0)
     assert stop.seconds_left == 1000 - 60 - signals.MARGIN_SECONDS  # a first save of unknown length
     for seconds in (1.0, 30.0, 2.0):
-        stop.updated(seconds)
-    stop.saved(10.0)
-    stop.saved(20.0)
-    stop.uploaded(7.0)
+        stop.record_update(seconds)
+    stop.record_save(10.0)
+    stop.record_save(20.0)
+    stop.record_upload(7.0)
     now = 2000.0 - 2 * 30 - 20 - 7 - signals.MARGIN_SECONDS - 0.1
     assert not stop.requested
     now += 0.2
     assert stop.requested
     for _ in range(signals.RECENT):
-        stop.updated(1.0)  # the long update is forgotten
+        stop.record_update(1.0)  # the long update is forgotten
     assert not stop.requested
     assert not Stop().requested and Stop().seconds_left == float("inf")
 
@@ -87,8 +87,8 @@ def test_a_late_signal_keeps_the_exit_code(ignored, code):
 STUCK = """
 import socket, sys
 from datetime import timedelta
-from megabert.distributed.signals import leave_when_signalled
-leave_when_signalled()
+from megabert.distributed.signals import exit_on_signals
+exit_on_signals()
 import torch.distributed as dist
 print("waiting", flush=True)
 dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=True, timeout=timedelta(minutes=5))

@@ -130,7 +130,7 @@ def beat(dog: Watchdog, rank: int, number: int, **changes: object) -> None:
 def look(dog: Watchdog, seconds: int) -> None:
     for _ in range(seconds):
         for peer in dog._watched():
-            dog._look_at(peer, 1.0)
+            dog._update_peer(peer, 1.0)
 
 
 def test_a_silent_rank_of_another_host_is_lost(tmp_path) -> None:
@@ -219,7 +219,7 @@ def test_the_limit_follows_the_slowest_step_of_training(world, tmp_path, monkeyp
         time.sleep(0.2)  # until the watchdog has seen that
         limits.append(dog._limit)
         if pause > 1:
-            dog.opened()
+            dog.training_started()
     dog.stop(good=True)
     assert limits[0] == START_SECONDS and 0.6 < limits[1] == limits[2] < 3, limits
 
@@ -231,7 +231,7 @@ def test_limit_is_longer_before_and_after_training(tmp_path) -> None:
     assert dog._limit == START_SECONDS
     dog.progress(1)
     assert dog._limit == 8.0
-    dog.closing()
+    dog.training_ended()
     assert 15 * 60 < dog._limit < 20 * 60  # before the time-out of the collective in which the others wait
-    dog.opened()  # the next of several fine-tuning runs
+    dog.training_started()  # the next of several fine-tuning runs
     assert dog._limit == 8.0

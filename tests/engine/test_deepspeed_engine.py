@@ -112,7 +112,7 @@ def whole(weights: dict[str, torch.Tensor]) -> Any:
     """Whole weights, as a checkpoint gives them."""
     parts = [(name, weight.view(-1)) for name, weight in weights.items()]
     shapes = {name: weight.shape for name, weight in weights.items()}
-    return SimpleNamespace(shapes=shapes, whole=lambda kind: ((kind, *part) for part in parts))
+    return SimpleNamespace(shapes=shapes, gather_all=lambda kind: ((kind, *part) for part in parts))
 
 
 def uneven_evaluation(world: Any) -> list[float]:

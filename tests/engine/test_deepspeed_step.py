@@ -15,8 +15,7 @@ import torch
 
 from megabert.distributed import ranks
 from megabert.engine import deepspeed_step
-from megabert.engine.deepspeed_step import bucket_bounds
-from megabert.engine.rank_times import OwnTime
+from megabert.engine.rank_times import ComputeTime
 from tests.conftest import ROOT
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
@@ -34,14 +33,6 @@ assert compiler.compile() is torch.compile
 if importlib.util.find_spec("mlflow"):
     importlib.import_module("mlflow")
 """
-
-
-def test_buckets_cover_a_flat_tensor_once(monkeypatch):
-    monkeypatch.setattr(deepspeed_step, "BUCKET", 30)
-    monkeypatch.setattr(deepspeed_step, "LEAST", 50)
-    found = bucket_bounds(200, 4)
-    assert found == [(50 * n + begin, 50 * n + end, n) for n in range(4) for begin, end in ((0, 30), (30, 50))]
-    assert bucket_bounds(100, 4) == [(0, 30, -1), (30, 60, -1), (60, 90, -1), (90, 100, -1)]
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
@@ -128,7 +119,7 @@ def test_own_time_leaves_out_waits_and_queued_work(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "Event", Event)
     stream = SimpleNamespace(query=iter([False, True, False]).__next__)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    on_cpu, queued = OwnTime(torch.device("cpu")), OwnTime(torch.device("cuda"))
+    on_cpu, queued = ComputeTime(torch.device("cpu")), ComputeTime(torch.device("cuda"))
     for _ in range(3):
         with on_cpu:
             pass

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def multiplies(monkeypatch) -> Any:
     """Sets whether this CPU has products of bf16."""
-    return lambda able: monkeypatch.setattr(environment, "multiplies_bf16", lambda: able)
+    return lambda able: monkeypatch.setattr(environment, "has_native_bf16", lambda: able)
 
 
 def test_flags_of_processors_that_multiply_bf16(monkeypatch, tmp_path) -> None:
@@ -29,9 +29,9 @@ def test_flags_of_processors_that_multiply_bf16(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(environment, "match_in", lambda _, pattern: real(str(file), pattern))
     for flags in ("fpu avx2 avx512_bf16 sha_ni", "fpu amx_bf16", "fp asimd bf16 i8mm"):
         file.write_text(f"processor\t: 0\n{'Features' if 'asimd' in flags else 'flags'}\t: {flags}\nbugs\t: none\n")
-        assert environment.multiplies_bf16()
+        assert environment.has_native_bf16()
     file.write_text("flags\t\t: fpu avx2 avx512f avx512_vnni\nFeatures\t: fp asimd\n")
-    assert not environment.multiplies_bf16()
+    assert not environment.has_native_bf16()
 
 
 def test_a_device_has_its_usual_precision(monkeypatch, multiplies) -> None:
@@ -47,7 +47,7 @@ def test_a_device_has_its_usual_precision(monkeypatch, multiplies) -> None:
 
 
 def choices(world: Any) -> list[str]:
-    environment.multiplies_bf16 = lambda: world.rank == 0  # type: ignore[assignment]
+    environment.has_native_bf16 = lambda: world.rank == 0  # type: ignore[assignment]
     asked = (("auto", ""), ("auto", "bf16"), ("bf16", ""), ("fp32", "bf16"))
     return [precision.choose(name, world, first) for name, first in asked]
 
@@ -57,6 +57,7 @@ def test_ranks_take_what_all_of_them_are_fast_in(multiplies, world, caplog, monk
     for able in (True, False):
         multiplies(able)
         assert precision.choose("bf16", world) == "bf16"
+        assert precision.choose("auto", world, "auto") == ("bf16" if able else "fp32")  # as of a conversion
         assert ("precision=bf16" in caplog.text) is not able
     assert run_ranks(2, choices) == [["fp32", "bf16", "bf16", "fp32"]] * 2
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megabert.distributed import ranks
-from megabert.distributed.ranks import RankRefused, World
+from megabert.distributed.ranks import RankError, World
 from megabert.ops import backend
 from megabert.optim import apex
 from tests.helpers import tiny
@@ -81,7 +81,7 @@ def refusals(world: World, folder: Path) -> tuple[list[tuple[str, int]], int]:
     """Each refusal with its exit code; and the threads of ranks that had other numbers of them."""
     texts = []
     for case, *_ in [*CASES, (asked_apex,)]:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RankRefused) as refused:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError) as refused:
             case(patch, world, folder)
         texts.append((str(refused.value), refused.value.exit_code))
     torch.set_num_threads(1 + world.rank)

@@ -140,7 +140,7 @@ def test_parameters_are_joined_from_their_slices(bucket, tmp_path, monkeypatch):
         for kind, factor, more in (("weight", 1, 0), ("exp_avg", 1, 0.5), ("exp_avg_sq", 2, 0))
         for name, size in (("a", 12), ("b", 5))
     ]
-    found = stored.whole("weight", "exp_avg", "exp_avg_sq")
+    found = stored.gather_all("weight", "exp_avg", "exp_avg_sq")
     assert [(kind, name, tensor.tolist()) for kind, name, tensor in found] == expected
 
 

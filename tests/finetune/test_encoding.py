@@ -66,8 +66,8 @@ def plain_sentences(folder: Path, texts: list[str]) -> list[SentenceExample]:
 
 def test_labels_of_task_or_training_file() -> None:
     assert collect_labels(PLAIN, [text("a", label=label) for label in ("y", "x", "y")]) == ("x", "y")
-    numbered = ("10 stars", "2 stars", "10", "b", "2", "1.5")
-    in_order = ("1.5", "2", "2 stars", "10", "10 stars", "b")
+    numbered = ("10 stars", "2 stars", "10", "b", "2", "1.5", "-1", "-20")
+    in_order = ("-20", "-1", "1.5", "2", "2 stars", "10", "10 stars", "b")
     assert collect_labels(PLAIN, [text("a", label=label) for label in numbered]) == in_order
     assert collect_labels(PRESETS["mnli"], []) == ("contradiction", "entailment", "neutral")
     tagged = [SentenceExample("0", "", ("a", "b"), ("O", "B-x")), SentenceExample("1", "", ("c",), ("I-x",))]

@@ -278,6 +278,9 @@ def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
         path.write_text(json.dumps({"query": "q"} | bad))
         with pytest.raises(ValueError, match=r"r\.jsonl, line 1: (has \d scores of 1 texts|is not a query)"):
             read(PRESETS["ranking"], path)
+    path.write_text(json.dumps({"query": "q", "texts": ["a", "b"], "scores": [1, -1]}))
+    with pytest.raises(ValueError, match=r"r\.jsonl, line 1: score -1\.0: ndcg and mrr take"):
+        read(PRESETS["ranking"], path)
     with pytest.raises(ValueError, match=r"line 1: --id key: a list of texts has no ids"):
         keyed = write(tmp_path / "k.jsonl", json.dumps({"query": "q", "key": 1} | scored))
         read(replace(PRESETS["ranking"], id="key"), keyed)
@@ -288,6 +291,10 @@ def test_labels_of_json_and_label_sets(tmp_path) -> None:
     assert [e.label for e in read(PLAIN, path)] == ["1", "true"]
     path = write(tmp_path / "s.jsonl", '{"a": "x", "b": "y", "y": 2}\n{"a": "x", "b": "y", "y": "-1e-1"}')
     assert [e.label for e in read(SCORE, path)] == [2.0, -0.1]
+    path = write(tmp_path / "blank.csv", "text,label\na, pos\nb,pos\n")
+    assert [e.label for e in read(PLAIN, path)] == ["pos", "pos"]
+    path = write(tmp_path / "frame.csv", "0,1\na,pos\nb,neg\n")  # of a frame without names
+    assert [(e.a, e.label) for e in read(custom("classify", ["0"], "1"), path)] == [("a", "pos"), ("b", "neg")]
     task = custom("multilabel", ["t"], "y")
     table = write(tmp_path / "a.tsv", "t\ty\nx\tb, a\ny\t\nz\tc\n")
     lines = write(tmp_path / "a.jsonl", '{"t": "x", "y": ["b", "a"]}\n{"t": "y", "y": []}\n{"t": "z", "y": "c"}\n')
@@ -297,6 +304,8 @@ def test_labels_of_json_and_label_sets(tmp_path) -> None:
     for label, message in (
         (["a, b"], "label 'a, b' holds a comma"),
         (["a\tb"], "column 'y' holds 'a\\\\tb', with a tab"),
+        ("['a', 'b']", "is a list as text; write a,b"),
+        ([float("nan")], "column 'y' holds nan; fill it"),
     ):
         path = write(tmp_path / "odd.jsonl", json.dumps({"t": "x", "y": label}))
         with pytest.raises(ValueError, match=message):

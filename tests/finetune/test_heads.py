@@ -92,16 +92,6 @@ def test_ranks_and_micro_steps_split_global_batches(ranks: int, micro_steps: int
         assert sum(b.tokens for b in found if b.items) == sum(len(item.ids) for item in want)
 
 
-@pytest.mark.parametrize("kind", OUTPUTS)
-@torch.no_grad()
-def test_packed_items_have_the_logits_of_single_ones(kind: str) -> None:
-    module, items = build(kind).eval(), items_of(kind, 9)
-    together = compute_logits(module, batch_of(items, kind))
-    alone = torch.cat([compute_logits(module, batch_of([item], kind)) for item in items])
-    assert together.shape == (sum(len(item.positions) for item in items), OUTPUTS[kind])
-    assert together.dtype == torch.float32 and (together - alone).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("kind", ["classify", "multilabel", "score", "span"])
 def test_loss_is_its_definition(kind: str) -> None:
     module, items = build(kind).eval(), items_of(kind)

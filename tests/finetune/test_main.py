@@ -55,7 +55,7 @@ OF_TAGS = {"kind": "tag", "text": "", "label": "", "train": "train.conll", "dev"
     ({"batch": "0"}, "--batch 0"),
     ({"batch": "9", "micro_batch": "2"}, "--micro-batch 2"),
     ({"layers": "3,4"}, "--layers 3,4: is for --freeze"),
-    ({"layers": "3,4+1"}, "--layers 3,4\\+1: is neither last nor N"),
+    ({"layers": "3,4+1"}, "--layers 3,4\\+1: expected last, N"),
     ({"layers": "3,5", "freeze": " "}, "--layers 3,5: the model has 0 .embeddings. to 4"),
     ({"predict": "dev.tsv"}, "--kind: is for training"),
     *((PREDICT | {name: value}, f"--{name}: is for training") for name, value in TRAINING.items()),

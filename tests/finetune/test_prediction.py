@@ -18,7 +18,6 @@ from megabert.config import OpsConfig, replace
 from megabert.data.text import find_words
 from megabert.distributed.ranks import World, discover
 from megabert.finetune import files, huggingface, prediction, save, tasks
-from megabert.finetune.batches import collate
 from megabert.finetune.run import configure
 from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import Task
@@ -87,18 +86,6 @@ def test_damaged_folder_is_named(file: str, content: bytes, word: str, folder: P
         save.load(tmp_path, CPU)
 
 
-def test_predictions_are_those_of_single_texts(folder: Path, tmp_path: Path) -> None:
-    assert prediction.predict_file(folder / "best", folder / "texts.tsv", tmp_path / "out.tsv") == 50
-    found = save.load(folder, CPU)
-    want = []
-    for item in found.items(TEXT, files.read(TEXT, folder / "texts.tsv", labelled=False)):
-        batch = collate([item], found.described.layout)
-        with torch.no_grad():
-            want.append(("even", "odd")[int(found.module.logits(batch.read, **batch.packed.inputs()).argmax())])
-    lines = (tmp_path / "out.tsv").read_text().splitlines()[1:]
-    assert [line.split("\t")[-1] for line in lines] == want and len(want) == 50
-
-
 def logits_on_ranks(world: World, folder: str, *tokens: int) -> list[list[np.ndarray]]:
     found = save.load(folder, CPU)
     items = found.items(TEXT, files.read(TEXT, Path(folder) / "texts.tsv"))
@@ -140,6 +127,9 @@ def test_ids_of_training_are_kept_where_there_are(folder: Path, tmp_path: Path) 
         prediction.predict_file(tmp_path, tmp_path / f"{name}.tsv", tmp_path / "out", lines=name == "lines")
         found[name] = [line.split("\t")[0] for line in (tmp_path / "out").read_text().splitlines()[1:]]
     assert found == {"ids": ["C1", "C2"], "none": ["0", "1"], "lines": ["0", "1"]}
+    (tmp_path / "plain.tsv").write_text("w1\tx\nw2\ty\n")
+    prediction.predict_file(tmp_path, tmp_path / "plain.tsv", tmp_path / "out", text=["0"])  # a column by its number
+    assert [line.split("\t")[0] for line in (tmp_path / "out").read_text().splitlines()[1:]] == ["0", "1"]
 
 
 def test_model_is_found_in_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
@@ -171,7 +161,7 @@ def test_mistakes_of_a_prediction_are_named(folder: Path, tmp_path: Path, monkey
     path.write_text(content)
     (tmp_path / "link.tsv").symlink_to(path)
     for output in ("new.tsv", "link.tsv"):
-        with pytest.raises(ValueError, match=f"--output .*{output}: is the file to predict for"):
+        with pytest.raises(ValueError, match=f"--output .*{output}: the file to predict for"):
             prediction.predict_file(folder, path, tmp_path / output)
     assert path.read_text() == content
     with pytest.raises(ValueError, match=f"--output {tmp_path}: is a folder; name a file"):

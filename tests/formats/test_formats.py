@@ -73,7 +73,9 @@ def test_the_export_is_read_and_made_again(folder: Path) -> None:
 def test_a_newer_dataset_is_refused(folder: Path) -> None:
     file = Path("data/manifest.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"schema": 2}))
-    with pytest.raises(ValueError, match=r"manifest\.json: has format 2, which a later version .* reads 1: update it"):
+    with pytest.raises(
+        ValueError, match=r"manifest\.json: has format 2 of a later MegaBERT; .* reads up to 1: update MegaBERT"
+    ):
         Dataset("data")
 
 
@@ -81,4 +83,4 @@ def test_a_newer_fine_tuned_model_is_refused(folder: Path, capsys) -> None:
     file = Path("finetuned/task.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
     said = refusal(capsys, finetune, "--model", "finetuned", "--predict", make.TASK, "--output", "again.tsv")
-    assert "task.json" in said and "later version" in said
+    assert "task.json" in said and "later MegaBERT" in said

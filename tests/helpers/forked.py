@@ -89,9 +89,9 @@ def _command(argv: list[str], env: dict[str, str], output: str, errors: str, dri
     os.environ.update(env)
     sys.argv = ["megabert", *argv]
     from megabert.__main__ import main
-    from megabert.distributed.signals import leave_when_signalled
+    from megabert.distributed.signals import exit_on_signals
 
     if driver:
-        leave_when_signalled()
+        exit_on_signals()
         exec(compile(Path(driver).read_text(), driver, "exec"), {"__name__": "driver"})
     sys.exit(main(argv))

@@ -30,10 +30,10 @@ class StopAt:
         self.left -= 1
         return self.left == 0
 
-    def updated(self, seconds: float) -> None:
+    def record_update(self, seconds: float) -> None:
         """It reads no clock."""
 
-    saved = uploaded = updated
+    record_save = record_upload = record_update
 
 
 class Killed(Exception):

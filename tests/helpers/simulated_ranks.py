@@ -65,7 +65,7 @@ def save_as(source: Path, run: Path, step: int, ranks: int, stage: int) -> Path:
     """The checkpoint `source` as so many ranks would have saved it, each its own part, as `step` of `run`."""
     manifest = read_manifest(source)
     stored, counters = StoredTensors.of_checkpoint(source, manifest, ALONE), manifest["engine"]
-    whole = {(kind, name): tensor for kind, name, tensor in stored.whole(WEIGHT, *MOMENTS)}
+    whole = {(kind, name): tensor for kind, name, tensor in stored.gather_all(WEIGHT, *MOMENTS)}
     shapes = {name: tuple(shape) for name, shape in stored.shapes.items()}
     single = set(manifest["first_moment_only"])
     groups = [group for of in (True, False) if (group := [n for n in shapes if (n in single) == of])]

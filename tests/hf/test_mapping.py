@@ -97,6 +97,7 @@ def test_configs_of_the_first_releases_are_read() -> None:
     (SHAPE, {"num_attention_heads": 3}, "heads=3 does not divide"),
     (MODERN, {"mlp_bias": False}, "mlp_bias=False is not supported beside attention_bias=True"),
     (MODERN, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: only layers 0, n, 2n"),
+    (MODERN | {"window": 8}, {"local_attention": 1}, "local_attention=1 is not supported, only 2 and more"),
     (MODERN, {"rope_scaling": {"type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
     (MODERN, {"rope_parameters": None, "global_rope_theta": "1"}, "rope_theta must be a number, is '1'"),
     (NOMIC, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
@@ -127,6 +128,13 @@ def test_missing_heads_of_a_folder_are_initialised(shape: dict[str, Any], tmp_pa
     assert back["mlm.norm_weight"].equal(torch.ones(32)) and not back["embeddings.word.bias"].any()
     with pytest.raises(ValueError, match="too few tensors"):
         read.complete({}, model, "w")
+    layer = (
+        next(name for name in tensors if "layers.0." in name).partition("layers.0.")[0] + "layers.0.adapter.down.weight"
+    )
+    with pytest.raises(
+        ValueError, match=r"w: .*layers\.0\.adapter\.down\.weight is part of a layer, which ours has not"
+    ):
+        read.complete(tensors | {layer: torch.zeros(2)}, model, "w")
 
 
 def test_shapes_without_a_class_are_refused_by_field() -> None:

@@ -47,11 +47,13 @@ def opened(world: World, folder: str, host: str) -> Copies:
     return Copies(place, Path(folder, "run"), world, CheckpointConfig().copy_every)
 
 
-def take(world: World, folder: str, cursors: list[int], owed: tuple[int, int] | None = None) -> list[list[int]]:
-    """The places of the copies that a rank has after each one; `owed`: step and place of a save that is in flight all the time."""
+def take(
+    world: World, folder: str, cursors: list[int], interrupted_save: tuple[int, int] | None = None
+) -> list[list[int]]:
+    """The places of the copies that a rank has after each one; `interrupted_save`: step and place of a save that is in flight all the time."""
     copies, found = opened(world, folder, f"n{world.rank}"), []
     for cursor in cursors:
-        copies.take(Partition(world, cursor), {"cursor": cursor, "step": cursor - 1}, owed)
+        copies.take(Partition(world, cursor), {"cursor": cursor, "step": cursor - 1}, interrupted_save)
         assert copies._last is not None and copies._writing is not None
         copies._writing.join()
         Path(folder, str(world.rank), kept_rank.DELIVERED).write_text(str(copies._last))  # as its keeper does
@@ -67,10 +69,10 @@ def newest(world: World, folder: str, *afters: int) -> list[Content | None]:
     return [copy and content(copy) for copy in copies]
 
 
-def content(copy: NewestCopy, owed: bool = False) -> Content:
+def content(copy: NewestCopy, interrupted_save: bool = False) -> Content:
     assert copy.counters == {"optimizer_steps": 1} and copy.tensors.shapes == {"w": [2, 3]}
-    assert owed or copy.owed is None
-    return copy.state, {kind: tensor.tolist() for kind, _, tensor in copy.tensors.whole(*KINDS)}
+    assert interrupted_save or copy.interrupted_save is None
+    return copy.state, {kind: tensor.tolist() for kind, _, tensor in copy.tensors.gather_all(*KINDS)}
 
 
 def expected(cursor: int, size: int) -> Content:
@@ -103,7 +105,7 @@ def newest_and_owed(world: World, folder: str, saved: list[int]) -> tuple[Conten
     copy = opened(world, folder, "n0").newest(-1, saved)
     assert copy is not None
     places = sorted(copy.cursor for copy in kept_rank.copies_in(Path(folder, str(world.rank))))
-    return content(copy, owed=True), copy.owed and content(copy.owed), places
+    return content(copy, interrupted_save=True), copy.interrupted_save and content(copy.interrupted_save), places
 
 
 def test_copy_of_a_checkpoint_is_kept_until_saved(tmp_path: Path) -> None:

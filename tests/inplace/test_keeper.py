@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.survival.life import children_of
-from megabert.common.files import write_whole
+from megabert.common.files import write_atomically
 from megabert.common.processes import is_alive
 from megabert.distributed.signals import ECHO_SECONDS, REQUEUE
 from megabert.inplace import keeper, kept_rank
@@ -31,26 +31,26 @@ from tests.helpers.waiting import wait_until
 KEEPER = """
 import os, sys
 from pathlib import Path
-from megabert.common.errors import exit_code_from
+from megabert.common.errors import run_main
 from megabert.inplace import keeper
 keeper.SILENT = float(os.environ.get("SILENT", keeper.SILENT))
 keeper.RESPAWN_SECONDS = 0.1
 if "OLD_KERNEL" in os.environ:
     vars(os).pop("pidfd_open", None)
 sys.orig_argv = [sys.executable, *sys.argv[2:]]
-sys.exit(exit_code_from(lambda: keeper.keep(Path(sys.argv[1]) / "run")))
+sys.exit(run_main(lambda: keeper.keep(Path(sys.argv[1]) / "run")))
 """
 # A rank of the first generation meets the others by files, copies its number, waits until its peer has the copy, and does what
 # `act` says. One of a later generation ends with 0.
 RANK = """
 import hashlib, json, os, signal, sys, time
 from pathlib import Path
-from megabert.common.errors import leave_exit_code
+from megabert.common.errors import record_exit_code
 from megabert.inplace import kept_rank
 from megabert.distributed import signals
 from megabert.inplace.kept_rank import CopyName, Generation, Member
 
-signals.leave_when_signalled()
+signals.exit_on_signals()
 
 def wait_for(condition):
     while not condition():
@@ -59,7 +59,7 @@ def wait_for(condition):
 def copy(cursor):
     name = CopyName(cursor, rank, size, Generation.read(folder).name)
     (folder / ".part").write_text(f"copy of {rank}")
-    kept_rank.hand_over(folder, folder / ".part", name, hashlib.sha256(f"copy of {rank}".encode()).hexdigest())
+    kept_rank.publish_copy(folder, folder / ".part", name, hashlib.sha256(f"copy of {rank}".encode()).hexdigest())
     return name
 
 def die_once_all_have_started(end=lambda: os._exit(4)):
@@ -67,7 +67,7 @@ def die_once_all_have_started(end=lambda: os._exit(4)):
     end()
 
 assert kept_rank.follow()
-kept_rank.wait_for_place()
+kept_rank.wait_for_environment()
 shared, folder = Path(sys.argv[1]), Path(os.environ[kept_rank.KEEPER_DIR_ENV])
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 first = Generation.read(folder) is None
@@ -137,7 +137,7 @@ def test_all_ranks_start_again_after_one_died(tmp_path: Path, system: dict[str, 
 
 
 def test_a_lost_host_leaves_the_others(tmp_path: Path) -> None:
-    act = f"{END}; sys.exit(leave_exit_code(4, ['n0']))"
+    act = f"{END}; sys.exit(record_exit_code(4, ['n0']))"
     (tmp_path / "exits").mkdir()
     started = keepers(tmp_path, act, 0, 0, 1, 1, MEGABERT_EXIT_DIR=str(tmp_path / "exits"))
     first = sorted(starts(tmp_path, 4), key=lambda line: line["rank"])
@@ -217,7 +217,7 @@ def test_second_signal_ends_a_waiting_keeper_at_once(tmp_path: Path) -> None:
 
 def test_folders_of_killed_keepers_are_removed(tmp_path: Path) -> None:
     """By the keepers that are left, also that on the host which their watchdogs name, and at the next start, however soon."""
-    act = f"{END}; sys.exit(leave_exit_code(4, ['n0']))"
+    act = f"{END}; sys.exit(record_exit_code(4, ['n0']))"
     started = keepers(tmp_path, act, 0, 0, 1)
     folders = [Path(line["folder"]) for line in starts(tmp_path, 3)]
     started[0].kill()
@@ -276,14 +276,6 @@ def test_keeper_takes_whole_copies_of_its_job(tmp_path: Path) -> None:
     assert codes(started) == [0, 0]
 
 
-def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
-    act = f"signal.signal(signal.SIGTERM, lambda *_: os._exit({REQUEUE})); (shared / 'set').touch(); time.sleep(60)"
-    started = keepers(tmp_path, act, 0)
-    wait_until((tmp_path / "set").exists)
-    started[0].terminate()
-    assert codes(started) == [REQUEUE]
-
-
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 4), (2, 4), (4, 2), (1, 3, 2), (8, 8, 8)])
 def test_copies_lie_on_other_hosts_evenly(sizes: tuple[int, ...]) -> None:
     hosts = [host for host, count in enumerate(sizes) for _ in range(count)]
@@ -319,12 +311,12 @@ def test_copies_are_delivered_once_memory_is_free_again(tmp_path: Path, monkeypa
         if path.name == kept_rank.DELIVERED and not full:
             full.append(path)
             raise OSError(errno.ENOSPC, "No space left on device")
-        write_whole(path, data)
+        write_atomically(path, data)
 
-    monkeypatch.setattr(keeper, "write_whole", write)
+    monkeypatch.setattr(keeper, "write_atomically", write)
     name, part = CopyName(7, 0, 2, "0" * 16), sender.folder / ".part"
     part.write_bytes(b"copy")
-    kept_rank.hand_over(sender.folder, part, name, hashlib.sha256(b"copy").hexdigest())
+    kept_rank.publish_copy(sender.folder, part, name, hashlib.sha256(b"copy").hexdigest())
     (sender.folder / kept_rank.ADDRESS).write_text("localhost")
     sends = threading.Thread(target=sender._deliver, daemon=True)
     sends.start()

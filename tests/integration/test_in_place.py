@@ -88,7 +88,7 @@ def test_host_and_its_copies_are_lost(dataset, tmp_path: Path, undisturbed) -> N
     for rank in (0, 1):  # rank 1's host has the copies of rank 0
         job.processes[rank].kill()
     text = end(job, -signal.SIGKILL, -signal.SIGKILL, 0, 0)
-    assert re.search(r"the files of ranks \[0(, 1)?\] are lost; the newest checkpoint is used", text)
+    assert re.search(r"the in-memory copies of ranks \[0(, 1)?\] are lost", text)
     assert "2 of 4 ranks restart" in text and re.search(r"resuming from \S*/step-\d{7}0 at step", text)
     assert rows(job.curve()) == rows(undisturbed("zero.stage=1"))
 
@@ -105,7 +105,7 @@ def test_host_that_is_cut_off_is_left_behind(dataset, tmp_path: Path, undisturbe
         job.wait_for_step(30)
         network.set_link("n1", "down")
         text = end(job, 4, 0, 0)
-    assert "2 of 3 ranks restart, without 0 (host n1)" in text and "rank 0 was late or unreachable" in text
+    assert "2 of 3 ranks restart, without 0 (host n1)" in text and "rank 0 missed the rendezvous" in text
     assert FROM_MEMORY in text and rows(job.curve()) == rows(undisturbed("zero.stage=1"))
 
 

@@ -66,7 +66,7 @@ def test_phase_2_starts_from_phase_1(dataset, tmp_path) -> None:
 @pytest.mark.parametrize(("name", "value"), [
     ("VENV", "/none"), ("MAX_RESTARTS", "3; touch owned"), ("EXCLUDE_SLOW", "1; touch owned"), ("RUNS", "relative"),
     ("DATA", "/tmp/two\nlines"), ("CONTAINER", "/missing.sif"), ("MASTER_ADDR", "$(touch owned)"),
-    ("NCCL_SOCKET_IFNAME", "ib0 && touch owned"), ("NETWORK", "10.78.0.0/24; touch owned"),
+    ("NCCL_SOCKET_IFNAME", "ib0 && touch owned"), ("NETWORK", "10.78.0.0/24; touch owned"), ("CORPUS", "/a\n/b"),
 ])  # fmt: skip
 def test_odd_value_is_one_line_that_names_it(name, value, tmp_path) -> None:
     (line,) = submit(PRETRAIN, tmp_path, code=2, **{name: value}).stderr.splitlines()
@@ -85,9 +85,9 @@ def test_container_is_given_every_folder_as_it_is(runtime, dataset, tmp_path) ->
     (tools / "apptainer").chmod(0o755)
     image.touch()
     values = {"CONTAINER": image, "CONTAINER_RUNTIME": runtime, "PHASE1": "tiny", "DATA_128": dataset}
-    values["DATA"] = tmp_path / "data"
+    values |= {"DATA": tmp_path / "data", "DATA_512": shutil.copytree(dataset, tmp_path / "long")}
     done = submit(PRETRAIN, tmp_path, code=2, runs='[[ $1 == apptainer ]] && exec "$@"\nexit 2\n', **values)
-    folders = [str(ROOT), str(tmp_path / "my runs"), str(tmp_path / "data"), str(dataset)]
+    folders = [str(ROOT), str(tmp_path / "my runs"), str(tmp_path / "data"), str(dataset), str(tmp_path / "long")]
     if runtime == "apptainer":
         assert f"apptainer:{image}" in done.stdout and "apptainer:python" in done.stdout
         assert next(word for word in srun_words(tmp_path) if word.startswith(f"{ROOT},")).split(",") == folders

@@ -102,4 +102,4 @@ def test_run_goes_on_with_an_empty_disk(dataset: Path, tmp_path: Path, proxy: Pr
     output_of("report", url, "--output", tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size > 10_000
     refused = output_of(*asked, "s3://trained/nothing", code=2)
-    assert "s3://trained/nothing: no run with a whole checkpoint" in refused
+    assert "s3://trained/nothing: not a model" in refused

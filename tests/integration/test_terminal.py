@@ -117,7 +117,7 @@ class Terminal:
 ENDLESS = (*SMALL[3:], "schedule.total_steps=100000")
 NOTICE = "stopping: the run is saved after this update; Ctrl-C again ends it at once"
 STOPPED = "stopped: saved at step {}; the same command resumes"
-BROKEN = "error: Broken pipe: nobody reads the output; saved at step {}; the same command resumes"
+BROKEN = "error: Broken pipe: stdout or stderr is closed; saved at step {}; the same command resumes"
 HOW = {  # the reader, and exit codes; tee ends by the signal that it gets too
     "alone": ("", [85]),
     "pipe": ("tee {}/log", [85, -2]),

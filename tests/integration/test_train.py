@@ -132,7 +132,9 @@ def test_ranks_save_when_nobody_reads_rank_0(dataset, tmp_path):
         time.sleep(0.05)
     os.close(reading)
     end(job, 4, 4, within=60)
-    broken = f"error: Broken pipe: nobody reads the output; saved at step {saved_step(run)}; the same command resumes"
+    broken = (
+        f"error: Broken pipe: stdout or stderr is closed; saved at step {saved_step(run)}; the same command resumes"
+    )
     assert [line for line in job.output.splitlines() if "error" in line] == [broken]
     assert list(logged(run)) == list(range(1, saved_step(run) + 1))
 

@@ -14,6 +14,7 @@ import yaml
 
 from benchmarks.common.hardware import free_port
 from megabert.common import storage
+from megabert.common.processes import is_alive
 from tests.helpers.job import SMALL, with_descendants
 from tests.helpers.object_store import PASS, Proxy
 from tests.helpers.waiting import wait_until
@@ -191,6 +192,18 @@ def test_pod_runs_phases_and_ends_with_their_code(plan: str, phases: str, code: 
         )
     }
     assert (tmp_path / "calls").read_text().splitlines() == [expected[phase] for phase in phases]
+
+
+def test_a_stop_before_there_are_ranks_leaves_no_process(tmp_path: Path) -> None:
+    launcher = tmp_path / "torchrun"
+    launcher.write_text(f"#!/bin/sh\necho $$. >{tmp_path}/pid\nexec sleep 600\n")
+    launcher.chmod(0o755)
+    pod = Pod(objects("jobset")["JobSet"], 0, tmp_path, 29500, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    file = tmp_path / "pid"
+    wait_until(lambda: file.is_file() and "." in file.read_text())
+    pod.process.send_signal(signal.SIGTERM)
+    assert pod.wait(60) == 85, pod.output
+    wait_until(lambda: not is_alive(int(file.read_text().strip(".\n"))))
 
 
 @pytest.mark.slow

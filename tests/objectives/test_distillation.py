@@ -10,7 +10,7 @@ from torch import Tensor
 from megabert import config as configuration
 from megabert import hf as pretrained
 from megabert.checkpoint import Checkpoints
-from megabert.config import CheckpointConfig, Config
+from megabert.config import CheckpointConfig, Config, ModelConfig
 from megabert.distributed.ranks import World
 from megabert.engine import Engine
 from megabert.metrics import update_metrics
@@ -116,7 +116,20 @@ def test_a_filler_row_counts_for_nothing(tmp_path: Path) -> None:
 
 def test_layers_are_the_published_choice() -> None:
     for layers, taken in ((12, [0, 2, 4, 7, 9, 11]), (4, [0, 3]), (4, [0, 1, 2, 3]), (3, [0])):
-        assert distillation.layers_taken(layers, len(taken)) == taken
+        assert distillation.layers_taken(layers, ModelConfig(layers=len(taken))) == taken
+    local = {"kind": "modern", "norm": "pre", "nsp": False, "window": 128, "global_every": 3}
+    assert distillation.layers_taken(22, ModelConfig(layers=6, **local)) == [0, 4, 8, 12, 17, 20]
+
+
+def test_norms_of_a_pre_norm_student_are_those_of_its_layers() -> None:
+    """A norm is named after the block before it."""
+    parts = ("attention.qkv.weight", "feed_forward_output.norm_weight")
+    weights = {f"layers.{i}.{part}": torch.tensor(i) for i in range(4) for part in parts}
+    found = distillation.first_weights(weights, 4, ModelConfig(layers=2, norm="pre"))
+    assert {name: int(tensor) for name, tensor in found.items()} == {
+        "layers.0.attention.qkv.weight": 0, "layers.0.feed_forward_output.norm_weight": 2,
+        "layers.1.attention.qkv.weight": 3, "layers.1.feed_forward_output.norm_weight": 3,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "overrides", "message"), [
@@ -132,14 +145,6 @@ def test_what_cannot_be_a_pair_is_named(fields: Any, overrides: Any, message: st
     with pytest.raises(ValueError, match=message.replace(".", r"\.")) as caught:
         student(config(teacher_run(tmp_path, **fields), **overrides))
     assert "\n" not in str(caught.value)
-
-
-def test_the_tokenizer_must_be_the_datasets(tmp_path: Path) -> None:
-    cfg = config(teacher_run(tmp_path))
-    with pytest.raises(ValueError, match="its tokenizer is not the dataset's"):
-        distillation.build(cfg, "0" * 64, CPU)
-    with pytest.raises(ValueError, match="no such folder"):
-        distillation.build(tiny.config(distill__teacher=str(tmp_path / "none")), "", CPU)
 
 
 def test_a_students_configuration_is_its_teachers(tmp_path: Path) -> None:
@@ -229,3 +234,8 @@ def test_updates_are_equal_on_any_ranks_and_resume(tmp_path: Path) -> None:
             assert a == pytest.approx(b, rel=1e-5) and a == pytest.approx(first, rel=1e-5)
         assert alone[f"{stage} counts"] == two[0][f"{stage} counts"]
         assert alone[f"{stage} eval"] == pytest.approx(two[0][f"{stage} eval"], rel=1e-4)
+
+
+def test_the_tokenizer_must_be_the_datasets(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="its tokenizer is not the dataset's"):
+        distillation.build(config(teacher_run(tmp_path)), "0" * 64, torch.device("cpu"))

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megabert.config import OptimizerConfig
 from megabert.engine.zero_layout import slice_of_group
-from megabert.optim.build import build_optimizer
-from megabert.optim.muon import Matrix, assign_owners, find_matrices, orthogonalize, plan_exchange
+from megabert.optim.muon import Matrix, assign_owners, orthogonalize, plan_exchange
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 
@@ -162,23 +160,6 @@ def test_muon_of_gates_and_in_bf16():
         single = parameter.startswith("layers.") and parameter.endswith(LAYERS_MATRICES)
         assert kinds == (["exp_avg"] if single else ["exp_avg", "exp_avg_sq"]), parameter
     assert found["losses"][-1][0] < found["losses"][0][0] - 0.2
-
-
-def test_queries_keys_and_values_are_separate_matrices():
-    model = tiny.model(tiny.config())
-    found = find_matrices(model)
-    names = [n for n, _ in model.named_parameters()]
-    of_layer = ([(32, 32)] * 3, [(32, 32)], [(128, 32)], [(32, 128)])
-    shapes = {names[index]: [(m.rows, m.columns) for m in matrices] for index, matrices in found.items()}
-    of_name = dict(zip(LAYERS_MATRICES, of_layer, strict=True))
-    assert shapes == {f"layers.{n}.{m}": shape for n in (0, 1) for m, shape in of_name.items()}
-    assert all(m.begin == 1024 * n for matrices in found.values() for n, m in enumerate(matrices))
-    groups = build_optimizer(OptimizerConfig(name="muon", weight_decay=DECAY), model).param_groups
-    listed = [id(p) for group in groups for p in group["params"]]
-    assert sorted(listed) == sorted(id(p) for p in model.parameters())
-    assert [(g["orthogonal"], g["weight_decay"], len(g["params"])) for g in groups] == [
-        (True, 0.01, 8), (False, 0.01, 6), (False, 0.0, 24)
-    ]  # fmt: skip
 
 
 def test_singular_values_become_one_for_any_gradient_size():

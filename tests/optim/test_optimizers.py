@@ -53,21 +53,6 @@ def test_optimizers_under_zero_equal_unsharded_ones(cases):
             assert tiny.distance(found["weights"], reference(name, 6)["weights"]) > 1e-3, case
 
 
-def test_rates_fall_from_layer_to_layer():
-    model = tiny.model(tiny.config(model__layers=3))
-    settings = OptimizerConfig(embedding_lr=0.5, layer_decay=0.9)
-    groups = build_optimizer(settings, model).param_groups
-    found = {id(p): (group["rate"], group["weight_decay"]) for group in groups for p in group["params"]}
-    rates = {name: found[id(p)][0] for name, p in model.named_parameters()}
-    assert rates["embeddings.word.weight"] == rates["embeddings.norm_bias"] == pytest.approx(0.5 * 0.9**3)
-    layers = [rates[f"layers.{i}.qkv.weight"] for i in range(3)]
-    assert layers == pytest.approx([0.81, 0.9, 1.0]) and rates["mlm.weight"] == rates["pooler.bias"] == 1.0
-    assert len(found) == sum(len(group["params"]) for group in groups) == len(rates)
-    assert all((found[id(p)][1] > 0) == (p.ndim >= 2) for p in model.parameters())
-    plain = build_optimizer(OptimizerConfig(), model).param_groups
-    assert [(group["rate"], group["weight_decay"]) for group in plain] == [(1.0, 0.01), (1.0, 0.0)]
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_decoder_has_the_rate_of_the_head(tied):
     """Only the weight of a tied decoder is an embedding."""

@@ -39,7 +39,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     numbers = "numbers of GPUs to predict for (default: one node); overrides go before it"
     add("--over", type=int, nargs="+", metavar="N", help=numbers)
     add("--nodes-of", type=int, metavar="N", help="GPUs a node (default: 8)")
-    network = "network a node: A adapters of G Gbit/s (default: an adapter a GPU, of v100 50, Ampere and Ada 200, later 400)"
+    network = (
+        "network a node: A adapters of G Gbit/s (default: an adapter a GPU, of v100 50, Ampere and Ada 200, later 400)"
+    )
     add("--network", metavar="AxG", help=network)
     link = "GB/s in one direction of the links between GPUs, if the host's are slower than the GPU's (PCIe 3.0 x16: 16)"
     add("--link", type=float, metavar="X", help=link)

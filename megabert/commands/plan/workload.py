@@ -7,6 +7,7 @@ counted; the proposed micro-batch leaves a tenth of the memory for them. Not mea
 
 from __future__ import annotations
 
+import bisect
 import functools
 import json
 import math
@@ -35,7 +36,7 @@ from megabert.data.shards import Manifest
 from megabert.engine import DTYPES, precision
 from megabert.engine.ceiling import kept_ceiling
 from megabert.metrics import attending_pairs, training_flops
-from megabert.model import outline
+from megabert.model import meta_model
 from megabert.optim.muon import Matrix, find_matrices
 
 # vocabulary size of data_prep by default
@@ -255,13 +256,13 @@ def cpu_time(config: Config, flops: float, steps: int, part: float) -> str:
 @functools.cache
 def padded_parameters(model: ModelConfig) -> int:
     """Parameters including the padding rows of the vocabulary and their biases."""
-    return sum(parameter.numel() for parameter in outline(model).parameters())
+    return sum(parameter.numel() for parameter in meta_model(model).parameters())
 
 
 @functools.cache
 def matrices(model: ModelConfig) -> tuple[Matrix, ...]:
     """The matrices of a model that Muon updates."""
-    return tuple(matrix for of in find_matrices(outline(model)).values() for matrix in of)
+    return tuple(matrix for of in find_matrices(meta_model(model)).values() for matrix in of)
 
 
 def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
@@ -287,10 +288,11 @@ def needed(config: Config, seq_len: int, world_size: int) -> float:
 def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
     """The largest `batch.micro_size` that fits a GPU, 0 if none does; it divides a rank's share if the shares are equal."""
     share, uneven = -(-config.batch.global_size // world_size), config.batch.global_size % world_size
-    for micro in sorted((n for n in range(1, share + 1) if uneven or share % n == 0), reverse=True):
-        if needed(replace(config, "batch.micro_size", micro), seq_len, world_size) <= (1 - SPARE) * memory_gib * GIB:
-            return micro
-    return 0
+    sizes = [n for n in range(1, share + 1) if uneven or share % n == 0]
+    room = (1 - SPARE) * memory_gib * GIB
+    used = functools.partial(needed, seq_len=seq_len, world_size=world_size)
+    fitting = bisect.bisect_right(sizes, room, key=lambda n: used(replace(config, "batch.micro_size", n)))
+    return sizes[fitting - 1] if fitting else 0
 
 
 def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | None) -> list[str]:

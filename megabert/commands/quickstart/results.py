@@ -52,7 +52,7 @@ def untrained(trained: Pretrained, counts: np.ndarray) -> Pretrained:
     torch.manual_seed(trained.config.seed)
     initial = BertForPreTraining(trained.config.model, device="cpu", dtype=torch.float32)
     if trained.config.model.frequency_bias:
-        initial.start_from_frequencies(torch.from_numpy(counts))
+        initial.init_decoder_bias(torch.from_numpy(counts))
     return replace(trained, weights=initial.state_dict())
 
 

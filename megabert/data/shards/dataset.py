@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megabert.common import storage
-from megabert.common.errors import Failed, tried_again
+from megabert.common.errors import Failed, with_retries
 from megabert.data.order import RowOrder
 from megabert.data.shards.layout import BlockLayout, checksums
 from megabert.data.shards.manifest import Manifest, Shard
@@ -76,7 +76,7 @@ def read_sources(folder: Path, m: Manifest) -> np.ndarray:
     assert m.sources is not None
     path = folder / m.sources["file"]
     try:
-        data = tried_again(path.read_bytes)
+        data = with_retries(path.read_bytes)
     except FileNotFoundError:
         raise ValueError(f"{path}: is missing; build the dataset again, or copy it here whole") from None
     if hashlib.sha256(data).hexdigest() != m.sources["sha256"]:
@@ -109,7 +109,7 @@ class Dataset:
         self.rows = m.rows
         for shard in () if manifest or remote else m.shards:
             try:
-                tried_again(partial(self._check_size, shard))
+                with_retries(partial(self._check_size, shard))
             except (FileNotFoundError, NotADirectoryError):
                 raise ValueError(
                     f"{self.folder / shard.name}: is missing; build the dataset again, or copy it here whole"
@@ -209,6 +209,13 @@ class Dataset:
             if progress is not None:
                 self._remote.wait(progress)
 
+    def stop_fetching(self) -> None:
+        """End what `fetch_ahead` began, and close the shards that this process has open."""
+        self._fetched = ()
+        self._maps.clear()
+        if self._remote is not None:
+            self._remote.forget()
+
     def share_cache(self, datasets: int) -> None:
         """As `RemoteShards.share_cache`."""
         if self._remote is not None:
@@ -234,17 +241,24 @@ class Dataset:
                 return self._map(shard)
             raise Failed(f"{path}: is gone; is its file system still mounted?") from error
 
+    def _is_whole(self, section: int) -> bool:
+        """Whether a section is mapped, of a file that was not cut."""
+        try:
+            return section in self._maps and self._maps[section][0].size() >= len(self._maps[section][0])
+        except OSError:  # of NFS, if another node has removed it
+            return False
+
     def _views(self, section: int) -> tuple[mmap.mmap, dict[str, np.ndarray]]:
         """The map of a section, the full blocks of a shard or the short last block, and views [blocks, R] of each member.
 
         Raises ValueError for a file that was cut or removed: a read beyond its end would kill the process (SIGBUS).
         """
-        if section in self._maps and self._maps[section][0].size() >= len(self._maps[section][0]):
+        if self._is_whole(section):
             self._maps.move_to_end(section)
             return self._maps[section]
         shards, tail = self.manifest.shards, section == len(self.manifest.shards)
         shard = shards[-1] if tail else shards[section]
-        data = tried_again(partial(self._map, shard))
+        data = with_retries(partial(self._map, shard))
         blocks = shard.rows // self._full.rows
         if tail:
             views = self._last.views(data, blocks * self._full.bytes, 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megabert.common.files import appearing_file
+from megabert.common.files import atomic_file
 
 TAR_UNIT = 512
 TAR_END = b"\0" * (2 * TAR_UNIT)
@@ -114,7 +114,7 @@ def write_shard(
     assert bounds.shape == (n, max_sequences, 2) and bounds.dtype == np.uint16, "bounds must be uint16 [n, S, 2]"
     assert isnext.shape == (n, max_sequences) and isnext.dtype == np.int8, "isnext must be int8 [n, S]"
     digest, size = hashlib.sha256(), 0
-    with appearing_file(path) as file:
+    with atomic_file(path) as file:
         for first in range(0, n, block_rows):
             part = slice(first, min(n, first + block_rows))
             layout = BlockLayout(part.stop - first, ids.shape[1], max_sequences, ids.dtype.name)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
 from megabert.common import storage
-from megabert.common.files import compact, digest, refuse_newer, sealed, write_whole
+from megabert.common.files import compact, digest, refuse_newer, sealed, write_atomically
 from megabert.data.shards.layout import shard_bytes
 
 MANIFEST, SCHEMA = "manifest.json", 1
@@ -103,14 +103,10 @@ class Manifest(BaseModel):
     def vocab_size(self) -> int:
         return self.tokenizer["vocab_size"]
 
-    @property
-    def special_ids(self) -> dict[str, int]:
-        return self.tokenizer["special_ids"]
-
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
         """Fields agree with each other."""
-        vocab, special = self.vocab_size, self.special_ids
+        vocab, special = self.vocab_size, self.tokenizer["special_ids"]
         if self.max_sequences > self.seq_len:
             raise ValueError(f"max_sequences must be at most seq_len={self.seq_len}, is {self.max_sequences}")
         if missing := set(SPECIAL) - special.keys():
@@ -187,4 +183,4 @@ def write_manifest(folder: str | os.PathLike[str], manifest: dict[str, Any]) -> 
     path = Path(folder) / MANIFEST
     data = sealed(manifest, FINGERPRINT, compact)
     Manifest.parse(data, str(path))
-    write_whole(path, data)
+    write_atomically(path, data)

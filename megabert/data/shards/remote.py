@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import math
 import os
 import posixpath
@@ -24,7 +25,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from megabert.common import storage
-from megabert.common.files import NO_LOCKS, cache_folder, naming_when_full, write_whole
+from megabert.common.errors import Failed
+from megabert.common.files import NO_LOCKS, add_path_when_full, cache_folder, write_atomically
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
 
 # copied too where it exists, beside the tokenizer
@@ -71,11 +73,11 @@ def dataset_folder(folder: str | os.PathLike[str], cache: Cache = DEFAULT) -> Pa
             copy_beside_shards(url, manifest, copies)
             if manifest.held_out:
                 name = manifest.held_out["path"]
-                part = Manifest.load(storage.join(url, name))
-                copy_beside_shards(storage.join(url, name), part, copies / name)
-                for file in (*(shard.name for shard in part.shards), MANIFEST):
-                    storage.fetch(storage.join(url, name, file), copies / name / file)
-            write_whole(copies / MANIFEST, text)  # last, as a sign that the others are there
+                _copy_held_out(storage.join(url, name), manifest.held_out["manifest_sha256"], copies / name)
+            for file in (manifest.tokenizer["file"], *([manifest.sources["file"]] if manifest.sources else [])):
+                if not (copies / file).is_file():  # not uploaded yet, perhaps
+                    raise _missing(storage.join(url, file))
+            write_atomically(copies / MANIFEST, text)  # last, as a sign that the others are there
     return copies
 
 
@@ -87,6 +89,19 @@ def copy_beside_shards(url: str, manifest: Manifest, folder: Path) -> None:
     for name in names + ([manifest.sources["file"]] if manifest.sources else []):
         with suppress(FileNotFoundError):
             storage.fetch(storage.join(url, name), folder / name)
+
+
+def _copy_held_out(url: str, sha256: str, folder: Path) -> None:
+    """Copy the held-out split with this SHA-256 of its manifest. Raises ValueError naming a file that is not as it was written."""
+    text = Manifest.read(url)
+    if hashlib.sha256(text).hexdigest() != sha256:
+        raise ValueError(f"{storage.join(url, MANIFEST)}: not the split that the dataset names; copy it there whole")
+    part = Manifest.parse(text, storage.join(url, MANIFEST))
+    copy_beside_shards(url, part, folder)
+    for shard in part.shards:
+        if storage.fetch(storage.join(url, shard.name), folder / shard.name) != shard.sha256:
+            raise _changed(storage.join(url, shard.name))
+    write_atomically(folder / MANIFEST, text)
 
 
 @contextmanager
@@ -122,6 +137,10 @@ def _missing(url: str) -> ValueError:
     return ValueError(f"{url}: is missing; build the dataset again, or copy it there whole")
 
 
+def _changed(url: str) -> ValueError:
+    return ValueError(f"{url}: SHA-256 is not the one in the manifest; the shard was changed or is damaged")
+
+
 class RemoteShards:
     """The shards of the dataset at `url`, of which `in_use` are read from at a time. Safe to fork and to pickle."""
 
@@ -151,9 +170,12 @@ class RemoteShards:
         self.ahead = min(AHEAD, min(len(sizes), share // max(sizes) - CONNECTIONS) - self.in_use)
 
     def check(self) -> None:
-        """Raises ValueError naming a shard that is not in the store with its size. Some stores have no lists, and a list may be older
-        than the shards."""
-        listed = {found.url: found.size for found in storage.find(self.url)}
+        """Raises ValueError naming a shard that is not in the store with its size. Some stores have no lists, or refuse them, and a list
+        may be older than the shards."""
+        try:
+            listed = {found.url: found.size for found in storage.find(self.url)}
+        except ValueError:  # shards are compared when they are copied
+            listed = {}
         for shard in self.manifest.shards if listed else ():
             url = storage.join(self.url, shard.name)
             if listed.get(url) == shard.bytes:
@@ -180,12 +202,12 @@ class RemoteShards:
                 self._make_room(part, shard.bytes)
                 try:
                     found = storage.fetch(url, part)
-                except FileNotFoundError:
+                except FileNotFoundError as error:
+                    if error.filename != url:
+                        raise Failed(f"{error.filename}: was removed while it was written") from error
                     raise _missing(url) from None
                 if found != shard.sha256:
-                    raise ValueError(
-                        f"{url}: SHA-256 is not the one in the manifest; the shard was changed or is damaged"
-                    )
+                    raise _changed(url)
                 os.replace(part, path)
             finally:
                 part.unlink(missing_ok=True)
@@ -195,7 +217,7 @@ class RemoteShards:
         """Make the empty file `part` of `size` bytes, and remove the oldest shards until the limit holds. The parts of a killed process
         go so too, but after STALE: one that is being copied would appear again."""
         with _alone(self.cache.path / "shards"):
-            with open(part, "wb") as file, naming_when_full(part):
+            with open(part, "wb") as file, add_path_when_full(part):
                 file.truncate(size)
             os.utime(part, (time.time(), time.time() + STALE))
             copies = []
@@ -229,6 +251,12 @@ class RemoteShards:
         missing = self._order_by_use(wanted)
         going_on = {number: copy for number, copy in before.items() if not copy.done()}
         self._copying = {number: going_on.get(number) or self._start_copy(number) for number in missing}
+
+    def forget(self) -> None:
+        """Copy nothing ahead any more, until the next call of `fetch_ahead`."""
+        for copy in self._copying.values():
+            copy.cancel()
+        self._copying, self._wanted = {}, []
 
     def _start_copy(self, number: int) -> Future[Path]:
         assert self._waiting is not None

@@ -86,7 +86,7 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
 def _names(folder: str | os.PathLike[str]) -> set[str]:
     """Names of the files of a folder, or of the objects in it."""
     if storage.is_url(folder):
-        return {name for name in storage.below(os.fspath(folder)) if "/" not in name}
+        return {name for name in storage.list_objects(os.fspath(folder)) if "/" not in name}
     return {entry.name for entry in os.scandir(folder) if entry.is_file()}
 
 

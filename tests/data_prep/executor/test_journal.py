@@ -76,7 +76,7 @@ def test_changed_items_are_computed_again(job):
 
 
 def test_consumed_files_are_deleted(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "SWEPT", 0)
+    monkeypatch.setattr(journal_module, "SWEEP_BYTES", 0)
     on_disk, squares = [], lambda: list(tmp_path.glob("square-*"))
     monkeypatch.setattr(journal_module, "sync", lambda path: on_disk.append((path.name, len(squares()))))
     assert run(job, consume=True)[0] == [2, 5, 10]

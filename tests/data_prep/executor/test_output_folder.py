@@ -90,7 +90,7 @@ def test_foreign_files_of_similar_names_are_kept(tmp_path):
     for name in names:
         write(tmp_path / name, "mine")
         for overwrite in (False, True):
-            is_refused(r"holds .*, which is not of a build", opened(tmp_path, ACCOUNT, overwrite))
+            is_refused(r"holds .*, which no build wrote", opened(tmp_path, ACCOUNT, overwrite))
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
 
 
@@ -153,4 +153,4 @@ def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
     for part in (True, False):
         with opened(tmp_path / "out", ACCOUNT, part=part) as work:
             assert work is not None
-    assert "no locks (Function not implemented); start no second build there" in capsys.readouterr().err
+    assert "no locks (Function not implemented); do not start a second build there" in capsys.readouterr().err

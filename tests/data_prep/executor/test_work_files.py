@@ -37,4 +37,4 @@ def test_failed_attempt_leaves_the_file_of_another(tmp_path):
         raise SystemExit
     assert work_files.read(job, "items", np.int64).tolist() == [0, 1, 2, 3, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["items"]
-    assert work_files.is_whole(str(tmp_path), other.files)
+    assert work_files.files_intact(str(tmp_path), other.files)

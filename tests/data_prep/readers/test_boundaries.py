@@ -54,6 +54,8 @@ def test_articles_of_a_folder_stay_whole(tmp_path):
     assert count(folder) == count(folder / "*.txt") == 40
     assert count(folder / "06.txt") == 7
     assert count(folder, text_documents="blank-line") == sum(1 + i % 7 for i in range(40))
+    tables = {f"!{i}.jsonl": '{"text": "One."}\n' for i in range(5)}
+    assert count(write_all(folder, tables)) == 45
     assert count(write_all(tmp_path / "lines", {f"{i:02}.txt": documents_of(i) * (1 + i) for i in range(40)})) == 40
 
 

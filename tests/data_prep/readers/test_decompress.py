@@ -1,6 +1,7 @@
 """Decompression: every format, truncation and damage, ranges of bzip2 files."""
 
 import bz2
+import io
 import random
 
 import pytest
@@ -65,6 +66,17 @@ def test_zstd_skippable_frames_and_large_windows(packed, tmp_path):
     assert [text.strip() for text in read_all([path])[0]] == ["text text"]
 
 
+@each_kind
+def test_the_ratio_is_of_all_streams(kind):
+    """Of dumps and archives of the web the first stream is a header; zstd may begin with a skippable frame."""
+    head, text = b"<siteinfo/>\n", b"line of text\n" * 40_000
+    for streams in ((head, text), (random.Random(2).randbytes(750_000).hex().encode(),)):
+        packed = b"".join(map(PACK[kind], streams))
+        packed = (b"\x50" + FRAME) * (kind == "zst") + packed
+        want = sum(map(len, streams)) / len(packed)
+        assert decompress.ratio(io.BytesIO(packed), kind) == pytest.approx(want, rel=0.1), len(streams)
+
+
 def test_bzip2_streams_end_a_range(tmp_path, monkeypatch):
     packed = [bz2.compress(b"%d " % i * 1000) for i in range(6)]
     starts = [sum(map(len, packed[:i])) for i in range(7)]
@@ -87,10 +99,10 @@ def test_bzip2_streams_end_a_range(tmp_path, monkeypatch):
 @pytest.mark.parametrize("tail", [b"<html>Not found</html>", b"\n", bytes(9) + b"x"])
 def test_other_data_behind_the_text_is_counted(kind, tail, path):
     write(path, PACK[kind](b"Some words\nand more") + PACK[kind](b", to its end") + tail)
-    found, problems = refuse(path, rf"a\.txt\.{kind}: something else .* the {kind} data after 31 unpacked bytes")
+    found, problems = refuse(path, rf"a\.txt\.{kind}: trailing data after the {kind} stream of 31 decompressed bytes")
     assert found == ["Some words\nand more, to its end"]
     lost = {"bytes": len(tail.lstrip(b"\0")), "files": [str(path)]}
-    assert problems.lost == {"other data behind packed text": lost}
+    assert problems.lost == {"trailing data after the compressed text": lost}
 
 
 @each_kind

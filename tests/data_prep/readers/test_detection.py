@@ -7,7 +7,7 @@ from tests.helpers.prep_reading import archive, plan, read_all, refuse, write, w
 
 XML = b'<?xml version="1.0" encoding="UTF-8"?>\n'
 REFUSED = {
-    "pdf": ("a.pdf", b"%PDF-1.4 text", "a PDF, which is not read; convert it: pdftotext"),
+    "pdf": ("a.pdf", b"%PDF-1.4 text", "a PDF, which is not supported; convert it: pdftotext"),
     "rtf": ("a.txt", b"{\\rtf1\\ansi Hello}", "RTF.*pandoc -f rtf"),
     "doc": ("a.doc", bytes.fromhex("d0cf11e0a1b11ae1") + b"x" * 99, "an Office file.*libreoffice"),
     "lfs": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "pointer of Git LFS.*git lfs pull"),
@@ -74,7 +74,7 @@ def test_many_comments_are_read_in_linear_time(tmp_path):
     comments = "<!-- A line of a license - or so. -->\n" * 60
     path = write(tmp_path / "a.md", comments + "Words.")
     assert read_all([path], text_documents="file")[0] == [comments + "Words."]
-    refuse(write(tmp_path / "a.html", comments + "<html>"), "HTML, which is not read")
+    refuse(write(tmp_path / "a.html", comments + "<html>"), "HTML, which is not supported")
 
 
 def test_descriptions_of_a_folder_are_left_out(tmp_path, capsys):

@@ -24,7 +24,7 @@ def make(folder, *names):
 
 
 def distinct_names(folder, item):
-    return [os.path.relpath(path, folder) for path in files.expand(str(item), Problems("stop"), files.Notices())]
+    return [os.path.relpath(path, folder) for path in files.expand(str(item), Problems("stop"), files.InputNotices())]
 
 
 def test_folders_are_walked_once_in_order(tmp_path):
@@ -81,7 +81,7 @@ def test_globs_of_urls_leave_out_hidden_objects_alone(monkeypatch):
         "s3://texts/in/?????.txt",
         "s3://texts/i*/**",
     ):
-        found = [url.partition("/in/")[2] for url in files.expand(item, Problems("stop"), files.Notices())]
+        found = [url.partition("/in/")[2] for url in files.expand(item, Problems("stop"), files.InputNotices())]
         assert found == ["a.txt", "part1.txt", "part3.txt", "sub/part4.txt"]
 
 

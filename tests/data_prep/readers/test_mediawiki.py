@@ -90,6 +90,7 @@ FORMULAS = [
     ("x", "x"), ("E = mc^2", "E = mc²"), (r"\alpha_{ij} \leq \frac{a+b}{2} \cdot \sqrt{c}", "α_ij ≤ (a+b)/2 · √c"),
     (r"x_1, \ldots, x_{n-1}", "x_1, …, x_(n-1)"), (r"\sin^{-1} \theta + \bar{x}", "sin⁻¹ θ + x̄"),
     (r"\left\{ 1,2 \right\}\,", "{ 1,2 }"), (r"e^{i\pi} + 1 = 0", "e^iπ + 1 = 0"), (r"\mathrm{H_2O}", "H_2O"),
+    (r"3\frac{1}{2} x", "3 1/2 x"),
 ]  # fmt: skip
 
 
@@ -117,6 +118,9 @@ FORMULAS = [
         ("a?x=1&copy=2 &region and &lt;b> AT&T &eacute;&#233;&#xe9; &nosuch;", "a?x=1&copy=2 &region and AT&T ééé &nosuch;"),
         ("He read ''Time'''s page and '''cat'''s in ''Eagle''{{'s}} cabin.", "He read Time's page and cats in Eagle's cabin."),
         ("10<sup>6</sup> m<sup>2</sup> of H<sub>2</sub>O, 101<sub>2</sub>, 1<sup>st</sup> XIX<sup>e</sup>", "10⁶ m² of H2O, 101₂, 1st XIXe"),
+        ("10{{sup|9}} or 10<sup>6.5</sup>, word<sup>1,2</sup>", "10⁹ or 10^6.5, word1,2"),
+        ("3{{frac|1|2}} inches, spin-{{frac|1|2}}, {{frac|4}}", "3 1/2 inches, spin-1/2, 1/4"),
+        ("the .NET one, a .22 rifle , main() and f ( ) .{{br}}one", "the .NET one, a .22 rifle, main() and f.\none"),
         ("The word <code>for</code> begins a loop.", "The word for begins a loop."),
         ('Type <syntaxhighlight lang="c" inline>x = 1;</syntaxhighlight> here.', "Type x = 1; here."),
         ("a -{zh-hans:计算机; zh-hant:電腦}- b -{c}-", "a 计算机 b c"),
@@ -203,7 +207,7 @@ def test_sentence_with_a_gap_is_dropped_and_counted():
     )
     assert +changed == {
         "sentences with a template of unknown text": 3,
-        "templates of unknown text behind a sentence": 2,
+        "templates of unknown text after a sentence": 2,
         "sentences with a formula or a tag as text": 3,
         "list items that are not sentences": 1,
         "sections of references and links": 1,

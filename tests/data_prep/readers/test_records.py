@@ -79,7 +79,7 @@ def test_text_between_arrays_is_bad(tmp_path):
 def test_text_behind_a_second_end_tag_is_counted(tmp_path):
     content = b'<doc id="1">Ends with </doc> in it.</doc>\n<doc id="2">Two.</doc>\n'
     found, problems = read_all([write(tmp_path / "wiki_00", content)])
-    assert found == ["Ends with ", "Two."] and problems.changed == {"text behind an end tag": 1}
+    assert found == ["Ends with ", "Two."] and problems.changed == {"text after an end tag": 1}
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
@@ -91,6 +91,11 @@ def test_columns_without_names_have_numbers(name, tmp_path):
     assert read_all([path], text_field="2+3")[0] == [f"x\n\n{first}", "y\n\nMore words"]
     _, problems = refuse(path, r"no column '4'.*or its number from 1", text_field="4")
     assert problems.counts == {"no text field": 1}
+
+
+def test_a_header_that_is_too_long_is_no_header(tmp_path):
+    path = write(tmp_path / "a.csv", b'"' + (b"x" * 1_000_000 + b"\n") * 20)
+    refuse(path, "no column 'text'")
 
 
 @pytest.mark.parametrize("separator", list(",\t;|"))

@@ -110,6 +110,12 @@ def test_small_files_are_grouped_without_being_opened(tmp_path, monkeypatch):
     assert len(opened) >= 1_200 and sorted(found) == sorted(want) and not problems.counts
 
 
+def test_an_archive_counts_with_its_text(tmp_path):
+    text = b"line of text\n" * 20_000
+    path = write(tmp_path / "a.zip", archive("zip", {"a.txt": text, "b.txt": text}))
+    assert path.stat().st_size < 0.2 * len(text) and tasks.unpacked_bytes(plan([path])) == 2 * len(text)
+
+
 TEXT = b"text\n" + random.Random(1).randbytes(30_000).hex().encode()
 LARGE = {"a.csv": TEXT, "a.tar": archive("tar", {"a.csv": TEXT}), "a.zip": archive("zip", {"a.csv": TEXT})}
 LARGE |= {"a.tar.gz": gzip.compress(LARGE["a.tar"]), "a.csv.gz": gzip.compress(TEXT)}

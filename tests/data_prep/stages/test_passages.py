@@ -130,4 +130,4 @@ def test_few_documents_or_another_share_need_passages(documents, tokens, needed)
     result = ItemResult()
     result.counts.update({"tokens read": 110_000, "dropped tokens": 10_000, "held-out documents": documents})
     result.counts["held-out tokens"] = tokens
-    assert passages.are_needed(0.01, result) == needed and not passages.are_needed(0, result)
+    assert passages.needs_passages(0.01, result) == needed and not passages.needs_passages(0, result)

@@ -189,12 +189,12 @@ def drawn(**changes: int) -> ItemResult:
 
 def test_poor_pairs_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup()
-    sequences.check(drawn(random_next=1200, truncated_tokens=20_000), 128)
-    sequences.check(drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128)  # no pairs at all
+    sequences.check_totals(drawn(random_next=1200, truncated_tokens=20_000), 128)
+    sequences.check_totals(drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128)  # no pairs at all
     assert not capsys.readouterr().err
-    sequences.check(drawn(random_next=1201), 128)
+    sequences.check_totals(drawn(random_next=1201), 128)
     assert re.search(r"rows of 128: 60% of the pairs .*10\.0 sentences .*leave out --nsp", capsys.readouterr().err)
-    sequences.check(drawn(truncated_tokens=20_001), 128)
+    sequences.check_totals(drawn(truncated_tokens=20_001), 128)
     assert re.search(r"20% of the tokens are cut off: .* 22 tokens .*--seq-len", capsys.readouterr().err)
     with pytest.raises(BadInput, match="less than one row of 128"):
-        sequences.check(drawn(tokens=127), 128)
+        sequences.check_totals(drawn(tokens=127), 128)

@@ -69,8 +69,8 @@ def test_wordpiece_vocabulary_size_is_exact(tmp_path: Path) -> None:
     assert not any(tokenizer.unk_id in ids for ids in tokenizer.encode_batch(ideographs))
     assert trained(ideographs, tmp_path, vocab_size=605, **options).vocab_size == 605  # all fit: as ever
     syllables = ["".join(chr(0xAC00 + (i * 7 + k) % 300) for k in range(20)) for i in range(300)]
-    with pytest.raises(BadInput, match="400 tokens are too few, as the corpus' characters alone take 605"):
+    with pytest.raises(BadInput, match="400 is too small: the corpus' characters alone need 605"):
         trained(syllables, tmp_path, vocab_size=400, **options)
     assert trained(syllables, tmp_path, vocab_size=605, **options).vocab_size == 605
-    with pytest.raises(BadInput, match=r"200 tokens are too few, as the corpus' characters alone take 30\d"):
+    with pytest.raises(BadInput, match=r"200 is too small: the corpus' characters alone need 30\d"):
         trained(syllables, tmp_path, vocab_size=200, **options)

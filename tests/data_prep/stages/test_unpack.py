@@ -113,7 +113,7 @@ def test_corrected_option_reuses_unpacked_text(topics, tmp_path):
         build(BuildPlan([Corpus("input", (str(tmp_path / "?.gz"),))], tmp_path / name, given), Pool(1), progress=False)
 
     run("fresh", 600, seed=3)
-    with pytest.raises(BadInput, match="--vocab-size: 100000 tokens are more than the corpus gives"):
+    with pytest.raises(BadInput, match="--vocab-size: 100000 is too large for this corpus"):
         run("out", 100_000)
     assert {path.name.split("-")[0] for path in (tmp_path / "out" / ".work").iterdir()} == {"stream", "journal"}
     for path in tmp_path.glob("?.gz"):
