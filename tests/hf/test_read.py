@@ -211,7 +211,7 @@ def test_a_hub_name_is_downloaded_once(old: bool, tmp_path) -> None:
         done = command("-c", CALLS, tmp_path / "start", **env)
     assert "[0, 2, 0]" in done.stdout and done.stdout.startswith("[MASK]  "), done.stdout + done.stderr
     assert done.stderr.count("\n") == 1
-    assert "error: some/bret: no such folder, and the hub has no model of that name, or none that is" in done.stderr
+    assert "error: some/bret: no such folder, and the hub has no public model of that name" in done.stderr
     assert (tmp_path / "start/config.toml").is_file()
     away = command("-c", CALLS, tmp_path / "start2", **env)
     assert "[0, 4, 0]" in away.stdout and away.stdout.splitlines()[0] == done.stdout.splitlines()[0]
