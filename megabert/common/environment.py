@@ -174,7 +174,7 @@ def versions() -> dict[str, str]:
 def changes(exclude: Sequence[str] = ()) -> list[str]:
     """Lines of `git status` for uncommitted files in the clone, without the paths `exclude`."""
     paths = [".", *(f":(exclude){path}" for path in exclude)]
-    failed = "?? git status failed" if output(["git", "rev-parse", "--show-toplevel"]) else ""
+    failed = "?? git status failed" if (ROOT / ".git").exists() else ""
     return output(["git", "status", "--porcelain", "--", *paths], failed).splitlines()
 
 

@@ -52,11 +52,12 @@ class Mixture:
         for part in self.parts[1:]:
             _check_alike(first, part)
         seen: dict[str, Dataset] = {}
+        in_cache = sum(storage.is_url(part.place) for part in self.parts) or 1
         for part in self.parts:
             if (other := seen.setdefault(part.manifest.fingerprint, part)) is not part:
                 raise ValueError(f"{part.place}: is the dataset of {other.place}; name it once, with both shares")
             part.most_open = max(1, min(part.most_open, OPEN_SHARDS // len(self.parts)))
-            part.share_cache(sum(storage.is_url(each.place) for each in self.parts) or 1)
+            part.share_cache(in_cache)
         self.offsets = [0, *np.cumsum([part.rows for part in self.parts]).tolist()]
         self.rows: int = self.offsets[-1]
         self.folder, self.tokenizer_path = first.folder, first.tokenizer_path

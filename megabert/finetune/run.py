@@ -249,10 +249,10 @@ class FineTuning:
         task, labels = self.data.task, self.data.labels
         examples, items = self.data.examples[split], self.data.items[split]
         logits = compute_logits(module, items, self.described.layout, self.world, progress=progress)
-        scores.refuse_non_finite(examples, items, logits)
-        if threshold is None:
-            chosen = self.settings.threshold == "f1"
-            threshold = scores.best_threshold(scores.collect_truth(task, examples), logits, labels) if chosen else 0.5
+        if threshold is None and self.settings.threshold == "f1":
+            scores.refuse_non_finite(examples, items, logits)
+            threshold = scores.best_threshold(scores.collect_truth(task, examples), logits, labels)
+        threshold = 0.5 if threshold is None else threshold
         predictions = scores.decode(task, examples, items, logits, labels, threshold)
         return scores.score(task, examples, predictions, labels, logits), predictions, threshold
 
