@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
@@ -76,10 +76,8 @@ def synthetic(folder: Path, rows: int, seq_len: int) -> tuple[Dataset, MaskingVo
     return Dataset(folder), MaskingVocabulary(np.arange(VOCAB) % 10 < 7, SPECIAL["mask"], SPECIAL.values())
 
 
-def ours(
-    dataset: Dataset, vocabulary: MaskingVocabulary, global_batch: int, strategy: Literal["token", "word", "span"]
-) -> Step:
-    micro, masking = min(MICRO, global_batch), MaskingConfig(strategy=strategy)
+def ours(dataset: Dataset, vocabulary: MaskingVocabulary, global_batch: int, masking: MaskingConfig) -> Step:
+    micro = min(MICRO, global_batch)
     loader = Loader(dataset, vocabulary, global_batch=global_batch, micro_batch=micro, seed=1, masking=masking)
     return partial(next, loader), global_batch
 
@@ -137,11 +135,12 @@ def measure(
     # (ours, peer)
     equal: list[tuple[str, str]] = []
     for size in sizes:
-        cases[peer := f"{COLLATOR}, batches of {size} rows"] = hugging_face(dataset, rows, size)
-        cases[mine := f"ours, updates of {size} rows"] = ours(dataset, vocabulary, size, "token")
+        mine, peer = f"ours, updates of {size} rows", f"{COLLATOR}, batches of {size} rows"
+        cases[peer] = hugging_face(dataset, rows, size)
+        cases[mine] = ours(dataset, vocabulary, size, MaskingConfig(strategy="token"))
         equal.append((mine, peer))
-        cases[f"by word, updates of {size} rows"] = ours(dataset, vocabulary, size, "word")
-        cases[f"by span, updates of {size} rows"] = ours(dataset, vocabulary, size, "span")
+        cases[f"by word, updates of {size} rows"] = ours(dataset, vocabulary, size, MaskingConfig(strategy="word"))
+        cases[f"by span, updates of {size} rows"] = ours(dataset, vocabulary, size, MaskingConfig(strategy="span"))
     cases[READER] = one_row_a_sample(dataset, rows, scratch / "rows.tar")
     equal += [(mine, READER) for mine, _ in equal]
     for call, _ in cases.values():
@@ -172,10 +171,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = hardware.Parser(__doc__)
-    parser.add_argument("--rows", type=int, default=32_768, help="rows of the synthetic dataset at 128 tokens")
-    parser.add_argument(
-        "--global-batch", type=int, nargs="+", default=[32, 2048], help="rows of an update of ours and of a batch"
-    )
+    add = parser.add_argument
+    add("--rows", type=int, default=32_768, help="rows of the synthetic dataset at 128 tokens")
+    add("--global-batch", type=int, nargs="+", default=[32, 2048], help="rows of an update of ours and of a batch")
     args = parser.parse()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

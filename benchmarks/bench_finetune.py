@@ -89,19 +89,15 @@ class Side:
     weights: str = ""
 
 
-def hold_out(members: Sequence[Any], most: int = sys.maxsize) -> tuple[list[Any], list[Any]]:
-    """The members to keep, a sample of `most` if there are more, and every 10th."""
-    kept = [member for n, member in enumerate(members) if n % EVERY]
-    return random.Random(0).sample(kept, most) if len(kept) > most else kept, list(members[::EVERY])
-
-
 def split_file(
     reported: Path, scratch: Path, name: str, members: Sequence[str], most: int, between: str, head: str = ""
 ) -> TaskFiles:
-    """Files of `members` after a head, with `between` in the middle: at most so many to train on, and those to choose on."""
-    train, chosen_on = hold_out(members, most)
+    """Files of `members` after a head, `between` them: every 10th to choose on, and at most so many others to train on."""
+    train = [member for n, member in enumerate(members) if n % EVERY]
+    if len(train) > most:
+        train = random.Random(0).sample(train, most)
     paths = [scratch / f"{name}-{part}{reported.suffix}" for part in (f"train-{len(train)}", "chosen-on")]
-    for path, chosen in zip(paths, (train, chosen_on), strict=True):
+    for path, chosen in zip(paths, (train, members[::EVERY]), strict=True):
         path.write_text(head + between.join(chosen) + "\n", encoding="utf-8")
     return TaskFiles(paths[0], paths[1], reported)
 

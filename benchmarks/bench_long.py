@@ -20,7 +20,6 @@ import math
 import multiprocessing
 import resource
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ import torch
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 from benchmarks.common import hardware
-from benchmarks.common.measure import Memory, quantiles
+from benchmarks.common.measure import Memory, quantiles, seconds_of
 from megabert import config as configuration
 from megabert.common.environment import disable_malloc_trimming, match_in
 from megabert.config import Config
@@ -138,9 +137,7 @@ def measure(case: Case) -> dict[str, Any]:
         loss = step()  # not timed: memory is allocated, kernels are chosen
         seconds: list[float] = []
         while len(seconds) < case.repeats or sum(seconds) < case.seconds:
-            start = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(seconds_of(step, memory.device))
     except (RuntimeError, MemoryError) as error:
         if "allocate memory" in str(error) or isinstance(error, MemoryError):
             return {"seconds": None}
@@ -187,9 +184,8 @@ def compare(what: str, by_side: dict[str, dict[str, Any]]) -> list[dict[str, Any
 
 
 def show(result: dict[str, Any]) -> None:
-    print(
-        f"\n{result['precision']}, {result['tokens'] // result['length']} rows of {result['length']} tokens", flush=True
-    )
+    rows = result["tokens"] // result["length"]
+    print(f"\n{result['precision']}, {rows} rows of {result['length']} tokens", flush=True)
     for side, r in result["results"].items():
         if not r["seconds"]:
             print(f"  {side:<18} does not fit")

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import hardware
-from benchmarks.common.measure import CaptureFailed, Memory, copy_bandwidth, kernel_times, quantiles, synchronise
+from benchmarks.common.measure import Call, CaptureFailed, Memory, copy_bandwidth, kernel_times, quantiles, synchronise
 from megabert import ops
 from megabert.common.environment import disable_malloc_trimming
 from megabert.config import ModelConfig, OpsConfig, OptimizerConfig
@@ -38,7 +38,6 @@ from megabert.model import BertForPreTraining
 from megabert.optim.build import build_optimizer
 from megabert.optim.muon import find_matrices
 
-Call = Callable[[], object]
 # (rows, tokens of a row) of attention: those of the published figure on the CPU, 16,384 tokens on a GPU
 ATTENTION = {"cpu": [(8, 512)], "cuda": [(128, 128), (32, 512)]}
 
@@ -361,7 +360,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"  ratio {c['ratio']:.2f}   {c['ours']} against {c['peer']}")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     parser = hardware.Parser(__doc__)
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -369,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--only", nargs="+", choices=list(CASES), default=list(CASES))
     add("--rounds", type=int, default=7)
     add("--without", nargs=3, action="append", default=[], metavar=("OP", "SIDE", "REASON"), help="a side to leave out")
-    args = parser.parse(argv)
+    args = parser.parse()
     warnings.filterwarnings("ignore")
     if ops.MISSING or not ops.has_kernel("mlm_loss", args.device):
         raise ValueError(ops.MISSING or f"the native library has no {args.device} code")

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.common import hardware
 from benchmarks.common.measure import order_of
@@ -90,8 +91,8 @@ def make_models(shape: str, vocab: Path, folder: Path) -> tuple[Path, Path, Path
     encoder, classifier = hf_predict.make(size, vocab, LABELS, folder)
     start = pretrained.load(encoder)
     module = heads.build(start.config, "classify", 2, start.weights, CPU, torch.float32)
-    weight, bias = hf_predict.classifier_weights(classifier)
-    module.head.output.load_state_dict({"weight": weight, "bias": bias})
+    weights = load_file(classifier / "model.safetensors")
+    module.head.output.load_state_dict({name: weights[f"classifier.{name}"] for name in ("weight", "bias")})
     task = tasks.custom("classify", ["text"], "label", ["accuracy"], "", LABELS)
     described = Described(task, LABELS, 512, 128, start.config)
     save.save(folder / "ours", described, module.state_dict(), start.tokenizer, {})
@@ -176,13 +177,11 @@ def measure(folders: tuple[Path, Path, Path], texts: Sequence[str], work: Path, 
     report: dict[str, Any] = {"texts": len(texts)}
     exact: dict[str, np.ndarray] = {}
     for precision, dtype in PRECISIONS.items():
-        vectors, theirs, mine = compare(
-            Side(hf_predict.encoder(encoder, dtype), BATCHES), our_vectors(encoder, precision), texts, rounds
-        )
+        peer = Side(hf_predict.encoder(encoder, dtype), BATCHES)
+        vectors, theirs, mine = compare(peer, our_vectors(encoder, precision), texts, rounds)
         unit = [v / np.linalg.norm(v, axis=1, keepdims=True) for v in (theirs, mine)]
-        labels, given, our_given = compare(
-            Side(hf_predict.classifier(classifier, dtype), BATCHES), our_labels(ours, precision, work), texts, rounds
-        )
+        peer = Side(hf_predict.classifier(classifier, dtype), BATCHES)
+        labels, given, our_given = compare(peer, our_labels(ours, precision, work), texts, rounds)
         likely = [np.array([one["score"] for one in given]), our_probabilities(ours, texts, precision, work)]
         exact = exact or {"vectors": unit[0], "labels": likely[0]}
         for figures, name, results in ((vectors, "vectors", unit), (labels, "labels", likely)):

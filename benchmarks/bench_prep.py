@@ -37,9 +37,9 @@ from data_prep.readers.documents import PYDOC
 from data_prep.readers.tasks import group, list_ranges
 
 ROOT = hardware.ROOT
-OURS, PEER = "wordpiece", "hugging face"
+OURS = "wordpiece"
 # module of each peer; those that are not installed are left out
-PEERS = {PEER: "tokenizers", "tokie": "tokie"}
+PEERS = {"hugging face": "tokenizers", "tokie": "tokie"}
 
 
 def unpack(inputs: list[str], megabytes: float, folder: Path) -> list[str]:
@@ -68,7 +68,7 @@ def build(inputs: list[str], output: Path, *extra: str) -> dict[str, Any]:
     return json.loads(summary.read_text())
 
 
-def hugging_face(files: list[str], vocabulary: str, output: Path, text_bytes: int, peer: str = PEER) -> dict[str, Any]:
+def hugging_face(files: list[str], vocabulary: str, output: Path, text_bytes: int, peer: str) -> dict[str, Any]:
     """One run of a peer on one core."""
     command = [sys.executable, str(ROOT / "benchmarks/peers/hf_prep.py"), PEERS[peer], vocabulary, str(output), *files]
     env = hardware.clone_environment(RAYON_NUM_THREADS="1")

@@ -130,6 +130,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
     times: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     peak, ceiling, in_a_row = dict.fromkeys(sides, 0), 0.0, IN_A_ROW[device.type]
     own_products: list[float] = []
+    dtype, shapes = DTYPES[cfg.precision], product_shapes(cfg, args.seq_len)
     for number in range(args.steps + WARM_UP):
         updates = [next(loader) for _ in range(in_a_row)]
         work = {what: float(sum(getattr(update, what) for update in updates)) for what in ("tokens", "sequences")}
@@ -149,10 +150,8 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
                 peak[name] = memory.peak() - before
             else:
                 times[name].append(work | {"seconds": seconds, "loss": float(losses[-1])})
-        ceiling = max(ceiling, matmul_tflops(device, DTYPES[cfg.precision], 0.3))
-        own_products += [
-            matmul_tflops(device, DTYPES[cfg.precision], 0.05, shape) for shape in product_shapes(cfg, args.seq_len)
-        ]
+        ceiling = max(ceiling, matmul_tflops(device, dtype, 0.3))
+        own_products += [matmul_tflops(device, dtype, 0.05, shape) for shape in shapes]
     kernels = profile(cfg, sides["ours"], loader, device) if args.profile else None
     sheet = None
     if device.type == "cuda" and cfg.precision != "fp32":
@@ -253,11 +252,9 @@ def show_kernels(result: dict[str, Any]) -> None:
     print(f"  costliest kernels of an update of ours; products of the model's shapes: {1e3 * own:,.0f} GFLOP/s")
     print(f"  {'ms':>9} {'share':>6} {'calls':>6} {'GFLOP/s':>9} {'ceiling':>8}  name")
     for kernel in result["kernels"][:SHOWN]:
-        rate = kernel["tflops"]
+        ms, rate = kernel["ms"], kernel["tflops"]
         known = f"{1e3 * rate:>9,.0f} {rate / own:>8.0%}" if rate and rate > own / 100 else " " * 18
-        print(
-            f"  {kernel['ms']:>9.1f} {kernel['ms'] / total:>6.1%} {kernel['calls']:>6} {known}  {kernel['name'][:70]}"
-        )
+        print(f"  {ms:>9.1f} {ms / total:>6.1%} {kernel['calls']:>6} {known}  {kernel['name'][:70]}")
 
 
 def prepare(args: argparse.Namespace, folder: Path) -> Path:

@@ -13,7 +13,6 @@ is written after each, with clocks, power and temperature.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -86,6 +85,7 @@ CALLS: dict[str, dict[str, str]] = {
 # longest time of an item in seconds, by the first part of its key; more on the CPU, where only its end matters
 LIMITS = {"machine": 60, "ranks": 60, "tests": 110, "training": 150, "steps": 90, "kernels": 100}
 PATIENCE = {"cuda": 1, "cpu": 4}
+Results = Iterator[tuple[str, dict[str, Any]]]
 NAMED = " ".join(f"ops.{choice}" for choice in NATIVE.split())
 SMALL_MODEL = "model.layers=4 model.hidden=256 model.heads=4 data.workers=2 batch.micro_size=32 batch.global_size=64"
 SHORT_DAY = "batch.global_size=512 data.workers=4 log.seconds=0"
@@ -186,7 +186,7 @@ class Telemetry:
 
 def run_items(
     keys: list[str], command: Callable[[Path], list[str]], env: dict[str, str], limit: float, end: float = math.inf
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Results:
     """Results of a process of one item or of several steps, as they come: `state` done or failed, and figures or the reason.
 
     `limit`: seconds for each; `end`: of the monotonic clock. After a failure the rest of `keys` has no result.
@@ -208,8 +208,7 @@ def run_items(
                 result: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "telemetry": telemetry.stop()}
                 if reason:
                     if target.is_file() and not key.startswith("steps/"):
-                        with contextlib.suppress(ValueError):
-                            result["partial"] = json.loads(target.read_text())
+                        result["partial"] = json.loads(target.read_text())  # it is written atomically
                     output = log.read_text(errors="replace")[-OUTPUT:]
                     yield key, {"state": "failed", "reason": reason, "output": output, **result}
                     return
@@ -242,22 +241,18 @@ def wait(child: subprocess.Popen[bytes], target: Path, line: int, seconds: float
         time.sleep(LOOK)
 
 
-def results(
-    suite: Suite, chosen: dict[str, str], env: dict[str, str], end: float
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def results(suite: Suite, chosen: dict[str, str], env: dict[str, str], end: float) -> Results:
     """Results of the chosen items in order. Steps that follow one another share a process; after one fails, the rest get another."""
     for part, group in groupby(chosen, lambda key: key.partition("/")[0]):
         waiting = list(group)
         while waiting:
-            keys = waiting if part == "steps" else waiting[:1]
+            keys = waiting[:] if part == "steps" else waiting[:1]
             if end - time.monotonic() < LEAST:
                 yield waiting.pop(0), {"state": "skipped"}
                 continue
-            command = partial(suite.command, tuple(keys), [chosen[key] for key in keys])
+            command = partial(suite.command, keys, [chosen[key] for key in keys])
             threads = {"OMP_NUM_THREADS": "2"} if part == "tests" else {}  # of several processes
-            for key, result in run_items(
-                list(keys), command, env | threads, LIMITS[part] * PATIENCE[suite.device], end
-            ):
+            for key, result in run_items(keys, command, env | threads, LIMITS[part] * PATIENCE[suite.device], end):
                 waiting.remove(key)
                 yield key, result
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 from benchmarks.common import hardware
 from benchmarks.race import dataset, recipes, records
 from benchmarks.race.recipes import RaceRecipe, Track
-from benchmarks.race.records import Records
+from benchmarks.race.records import Entry, Records
 
 FIRST_SEED = 42
 # cores that others use
@@ -95,10 +95,8 @@ def run_seed(track: Track, recipe: RaceRecipe, data: dataset.RaceData, run: Path
     return about | training.without_weights(last) | figures | {"curve": curve}
 
 
-def compare(args: argparse.Namespace, kept: Records) -> None:
-    """Print and write time and tokens of all entries of the tracks until the peer's last loss. Raises ValueError without that
-    entry."""
-    entries = [entry for name in args.track for entry in kept.of(name)]
+def compare(args: argparse.Namespace, entries: list[Entry], kept: Records) -> None:
+    """Print and write time and tokens of the entries until the peer's last loss. Raises ValueError without the peer's entry."""
     peers = [entry for entry in entries if entry["recipe"] == args.against]
     if not peers:
         raise ValueError(f"--against {args.against}: has no result on {', '.join(args.track)}")
@@ -122,15 +120,15 @@ def main() -> None:
     kept = Records(args.json)
     for recipe in chosen:
         enter(args, track, recipe, kept)
+    entries = [entry for name in args.track for entry in kept.of(name)]
     if args.plot:
-        entries = [entry for name in args.track for entry in kept.of(name)]
         only = args.recipe if args.show else []
         records.plot([entry for entry in entries if not only or entry["recipe"] in only], args.plot)
     table = records.history_table if args.history else records.table
     for name in args.track:
         print(f"{name}\n{table(kept, name)}" if len(args.track) > 1 else table(kept, name))
     if args.against:
-        compare(args, kept)
+        compare(args, entries, kept)
 
 
 if __name__ == "__main__":

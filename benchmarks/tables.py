@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
-from benchmarks.common.hardware import ROOT
+from benchmarks.common.hardware import ROOT, markdown
 from benchmarks.race import records
 
 PAGES = ("docs/measurements.md", "README.md")
@@ -258,12 +258,12 @@ def table(name: str, root: Path = ROOT) -> str:
     if name not in TABLES:
         raise ValueError(f"table {name}: one of {', '.join(TABLES)}")
     results = Results(root)
-    lines = [" ".join(f"| {' | '.join(cells)} |".split()) for cells in TABLES[name](results)]
-    lines.insert(1, "|---" * (lines[0].count("|") - 1) + "|")
+    head, *rows = TABLES[name](results)
+    made = re.sub(" +", " ", markdown(head, rows))  # cells may be empty
     if name == "readme":
-        return "\n".join(lines)
+        return made
     sources = "Results: " + ", ".join(f"`{file}.json`" for file in results.read)
-    return "\n".join([*lines, "", *textwrap.wrap(sources, 140)])
+    return "\n".join([made, "", *textwrap.wrap(sources, 140)])
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -274,17 +274,15 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     for page in args.pages:
         text = (root / page).read_text()
         try:
-            made = {match[1]: f"{match[1]} -->\n{table(match[1], root)}\n" for match in BLOCK.finditer(text)}
+            made = BLOCK.sub(lambda match: f"{match[1]} -->\n{table(match[1], root)}\n", text)
         except ValueError as error:
             parser.error(f"{page}: {error}")
-        for match in BLOCK.finditer(text) if args.check else ():
-            if match[0] != made[match[1]]:
-                print(f"{page}: table {match[1]} is not what the results give; run python benchmarks/tables.py")
+        for old, new in zip(BLOCK.finditer(text), BLOCK.finditer(made), strict=True):
+            if args.check and old[0] != new[0]:
+                print(f"{page}: table {old[1]} is not what the results give; run python benchmarks/tables.py")
                 code = 1
         if not args.check:
-            for match in BLOCK.finditer(text):
-                text = text.replace(match[0], made[match[1]])
-            (root / page).write_text(text)
+            (root / page).write_text(made)
     return code
 
 

@@ -103,7 +103,7 @@ def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, 
     return about | budget | {"seconds": last.seconds, "held_out": score} | judged(run, args.pairs, args.threads)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     parser = hardware.Parser(__doc__, required=True)
     add = parser.add_argument
     add("--recipe", nargs="+", default=["words-10m"], metavar="NAME", help="in benchmarks/recipes, or .toml files")
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--pairs", type=Path, required=True, help=f"folder with {' and '.join(JUDGES)}")
     add("--run", type=Path, default=Path("runs/words"), help="folder of text, shards and runs")
     add("--threads", type=int, default=2)
-    args = parser.parse(argv)
+    args = parser.parse()
     if not 0 < args.epochs <= EPOCHS:
         parser.error(f"--epochs {args.epochs:g}: must be above 0 and at most {EPOCHS}")
     rows = json.loads(args.json.read_text())["rows"] if args.json.is_file() else []

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import pipeline
-from data_prep.common import errors
-from data_prep.common.errors import BadInput, Problems
+from data_prep.common.errors import BadInput, Problems, describe_losses
 from data_prep.common.records import Corpus, RangeList, source_names
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stages, write_json
@@ -52,9 +51,8 @@ class BuildPlan:
 def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bool = True) -> dict[str, Any] | None:
     """Build a dataset for each row length and return a summary; None if it is complete already. Rank 0 only.
 
-    The bytes depend only on the inputs, the options and the tokenizer file. Finished work of parts (`build_part`) is used like
-    that of a killed build. Raises BadInput for mistakes of the user, ValueError for a bad tokenizer file, OSError when the disk is
-    full.
+    The bytes depend only on inputs, options and tokenizer file. Work of parts (`build_part`) is used like that of a
+    killed build. Raises BadInput for mistakes of the user, ValueError for a bad tokenizer, OSError for a full disk.
     """
     began = time.perf_counter()
     problems = Problems(plan.on_error)
@@ -75,12 +73,11 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
                 documents, datasets = pipeline.run(stages, job, tasks)
             stages.flush()
         finished = time.perf_counter()
-        corpora = summary.describe_corpora(plan.corpora, tasks, documents)
         tokenizer = work_files.job_tokenizer(job)
         facts = summary.facts(
             account=account,
             tokenizer=tokenizer,
-            corpora=corpora,
+            corpora=summary.describe_corpora(plan.corpora, tasks, documents),
             everything=stages.everything,
             problems=problems,
             datasets=datasets,
@@ -143,7 +140,7 @@ def _list_input(plan: BuildPlan, problems: Problems) -> list[RangeList]:
     ranges = list_ranges(plan.corpora, plan.options.read, problems, plan.folder)
     if not any(map(len, ranges)):
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
-        found = errors.describe_losses(problems.counts, problems.lost)
+        found = describe_losses(problems.counts, problems.lost)
         raise BadInput(f"--input {paths}: no text there ({'no files' if found == 'none' else found})")
     for corpus, its_ranges in zip(plan.corpora, ranges, strict=True):
         if not its_ranges:
@@ -175,8 +172,7 @@ def _sources(plan: BuildPlan, ranges: list[RangeList]) -> Iterator[str]:
     named = [user_filter.path for user_filter in plan.options.custom_filters]
     if plan.given is not None:
         named.append(str(plan.given.path))
-    parts = (part.path for part in chain.from_iterable(ranges))
-    return chain(named, parts)
+    return chain(named, (part.path for part in chain.from_iterable(ranges)))
 
 
 def _job(plan: BuildPlan, work: Path, ranges: list[RangeList]) -> BuildJob:

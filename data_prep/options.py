@@ -143,7 +143,7 @@ class BuildOptions:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
         if "near" in self.dedup:
             require_packages("--dedup near", "near", "rensa")
-        assert self.rules is not None and self.classifiers is not None and self.functions is not None
+        assert self.rules is not None and self.custom_filters is not None
 
     @cached_property
     def rules(self) -> dict[str, float]:
@@ -151,24 +151,14 @@ class BuildOptions:
         return rules.parse([item for item in self.filters if not FilterFunction.is_meant(item)])
 
     @cached_property
-    def functions(self) -> tuple[FilterFunction, ...]:
-        return tuple(FilterFunction.parse(item) for item in self.filters if FilterFunction.is_meant(item))
-
-    @cached_property
-    def classifiers(self) -> tuple[Classifier, ...]:
-        return tuple(map(Classifier.parse, self.classifier))
-
-    @property
     def custom_filters(self) -> tuple[Classifier | FilterFunction, ...]:
         """The filters that read a file of the user."""
-        return (*self.classifiers, *self.functions)
+        functions = (FilterFunction.parse(item) for item in self.filters if FilterFunction.is_meant(item))
+        return (*map(Classifier.parse, self.classifier), *functions)
 
     def custom_filter_reason(self, text: str, metadata: dict[str, Any]) -> str:
         """Why one of the user's filters drops a document; "" if they keep it."""
-        for classifier in self.classifiers:
-            if not classifier.keeps(text):
-                return classifier.reason
-        return next(filter(None, (function.objection(text, metadata) for function in self.functions)), "")
+        return next(filter(None, (each.objection(text, metadata) for each in self.custom_filters)), "")
 
     @property
     def read(self) -> ReadOptions:
@@ -185,8 +175,7 @@ class BuildOptions:
         return [_flag(item.name) for item in training if getattr(self, item.name) != item.default]
 
     def listed(self, trained: bool) -> dict[str, Any]:
-        """The options in the form of manifests and build.json, with the digests of files of filters; without those of training if a
-        tokenizer was given."""
+        """The options as in manifests and build.json, with digests of filter files; those of training if `trained`."""
         training = {item.name for item in fields(self) if item.metadata["group"] == TOKENIZER}
         listed = {name: value for name, value in asdict(self).items() if trained or name not in training}
         listed["digests"] = {item.path: hash_file(Path(item.path)) for item in self.custom_filters}

@@ -14,10 +14,8 @@ print(model.fill("The capital of France is [MASK].", top=3))
 print(model.encode(["one text", "another"]).shape)
 
 ids = model.tokenizer(["the first [MASK]", "and the second text"])  # int32 [2, T]
-with torch.no_grad():
-    print(
-        model.model(ids).shape, model.logits(ids).equal(model.model(ids))
-    )  # [2, T, V]; with gradients without no_grad
+with torch.no_grad():  # without it they have gradients
+    print(model.model(ids).shape, model.logits(ids).equal(model.model(ids)))  # [2, T, V]
 
 dataset = megabert.Dataset(sys.argv[2])
 stored = next(iter(torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True)))  # type: ignore[arg-type]

@@ -7,12 +7,12 @@ source "${root:?}/launch/lib.sh"
 # shellcheck source=launch/env.sh
 source "$root/launch/env.sh"
 
-for name in MAX_RESTARTS RESTARTS NODES; do check "$name" "$NUMBER" "a number"; done
+for name in MAX_RESTARTS RESTARTS NODES VOCAB; do check "$name" "$NUMBER" "a number"; done
 SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-$NODES} # not set where a script is run without sbatch
 check SLURM_JOB_NUM_NODES "$NUMBER" "a number of nodes" "the job's environment"
 ((NODES >= 1 && NODES <= SLURM_JOB_NUM_NODES)) || fail "NODES=$NODES is outside 1 to $SLURM_JOB_NUM_NODES, the job's nodes"
-for name in RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number of seconds" "the environment"; done
-check VOCAB "$NUMBER" "a number"
+HOLD=${HOLD:-600} # seconds that a preempted job waits to be requeued by SLURM if scontrol cannot requeue it
+for name in RESTART_WAIT LONGEST_WAIT HOLD; do check "$name" "$NUMBER" "a number of seconds" "the environment"; done
 check EXCLUDE_SLOW "0|1" "0 or 1"
 check SLURM_JOB_ID "[1-9][0-9]{0,9}" "a job's number" "the job's environment"
 check SLURM_NTASKS "$NUMBER" "a number of tasks" "the job's environment"
@@ -71,8 +71,6 @@ fi
 
 job=$RUNS/.job-$SLURM_JOB_ID # state of this job across restarts: number of attempts without progress
 mkdir -p "$job"
-HOLD=${HOLD:-600} # seconds that a preempted job waits to be requeued by SLURM if scontrol cannot requeue it
-check HOLD "$NUMBER" "a number of seconds" "the environment"
 
 # Before the time limit only the batch shell gets USR2 (--signal=B:…), so it is forwarded. SLURM itself sends TERM to the ranks;
 # in a preemption it sends none to this shell.

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Dataset", "LoadedModel", "batches", "load", "training"]
-# vectors of a text from those of its tokens
-POOLS = ("mean", "max", "cls")
+POOLS = ("mean", "max", "cls")  # vectors of a text from those of its tokens
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
-# Values of `Sync.stop`: nobody reads a rank's output any more, or a rank was asked to stop.
-UNREAD, REQUESTED = 1, 2
+UNREAD, REQUESTED = 1, 2  # values of `Sync.stop`: nobody reads a rank's output any more, or a rank was asked to stop
 # Reductions of a field of `Sync` over the ranks, in rank order; a dict is reduced per key.
 Max = Annotated[int, max]
 Sum = Annotated[int, sum]
@@ -22,18 +21,12 @@ ByRank = Annotated[dict[str, Any], list]
 class Sync:
     """A rank's report on an update and, reduced over the ranks field by field, the report of all ranks."""
 
-    # time of the update, on the slowest rank
-    nanoseconds: Max
-    # REQUESTED, UNREAD, or 0 to train on
-    stop: Max
-    # `Checkpoints.status` of the save in flight
-    saving: Max
-    # exit code of a problem with the data; 0 without one
-    problem: Max
-    # tokens of the update, without padding
-    tokens: Sum
-    # `RowDigest.counts` of all updates of this process
-    rows: Sums
+    nanoseconds: Max  # time of the update, on the slowest rank
+    stop: Max  # REQUESTED, UNREAD, or 0 to train on
+    saving: Max  # `Checkpoints.status` of the save in flight
+    problem: Max  # exit code of a problem with the data; 0 without one
+    tokens: Sum  # tokens of the update, without padding
+    rows: Sums  # `RowDigest.counts` of all updates of this process
     # `Meter.counts` and `RankMetrics.counts` since the last log line
     counts: Sums
     ranks: ByRank

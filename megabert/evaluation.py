@@ -21,8 +21,7 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.engine import loss_table
 from megabert.model import BertForPreTraining, evaluating
 
-# fixed: the mask of a held-out row is the same in every run
-EVAL_SEED = 20181011
+EVAL_SEED = 20181011  # fixed: the mask of a held-out row is the same in every run
 # A sample: number of tokens of a row's longest sequence, of the likeliest words for each mask, and, causal, the interval of the
 # predicted tokens that are shown.
 SAMPLE_ROWS, SAMPLE_TOKENS, SAMPLE_WORDS, CAUSAL_STRIDE = 3, 40, 3, 5
@@ -121,8 +120,7 @@ def dataset_metrics(name: str, metrics: Mapping[str, float], bytes_per_token: fl
 def bytes_per_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
     """Mean UTF-8 bytes of the maskable tokens of a dataset's rows, including the space before a word. Raises as `Dataset.read`."""
     maskable = np.ones(tokenizer.vocab_size, dtype=bool)
-    # the padding among them
-    maskable[list(tokenizer.special_ids.values())] = False
+    maskable[list(tokenizer.special_ids.values())] = False  # the padding among them
     counts = token_counts(dataset, maskable)
     sizes = np.array([len(token) for token in tokenizer.token_bytes()])
     return float(counts @ sizes / max(counts.sum(), 1))

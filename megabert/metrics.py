@@ -78,8 +78,7 @@ class Means:
         """`saved`: the `state` to continue from."""
         self._terms, self._saved = terms, dict(saved or {})
         self._names: list[str] = []
-        # fp32 [n + 1]: the sum of each value, and the number of updates
-        self._sums: Tensor | None = None
+        self._sums: Tensor | None = None  # fp32 [n + 1]: the sum of each value, and the number of updates
 
     def add(self, result: UpdateResult) -> None:
         """Add an update; a skipped one is not averaged."""
@@ -143,8 +142,7 @@ class Meter:
         separate metrics, `train/causal_...`."""
         seconds = max(self.seconds, 1e-9)
         values: dict[str, Any] = {}
-        # masked before causal
-        for objective in sorted(self._means, reverse=True):
+        for objective in sorted(self._means, reverse=True):  # masked before causal
             means = self._means[objective].means()
             if values:
                 values |= {name.replace("train/", f"train/{objective}_"): value for name, value in means.items()}

@@ -49,8 +49,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 class Linear(nn.Module):
     """y = x W^T + b. weight [out, in], bias [out] or None."""
 
-    # Number of matrices stacked in `weight`, each of which Muon orthogonalises; 0: not for Muon.
-    matrices = 0
+    matrices = 0  # number of matrices stacked in `weight`, each of which Muon orthogonalises; 0: not for Muon
 
     bias: nn.Parameter | None
 
@@ -181,9 +180,8 @@ class Layer(nn.Module):
         `keys`: which keys a token attends to (`Ops.attention_inputs`); `stream` numbers the first dropout mask."""
         y = self.attention(normed, keys, seed, stream, angles)  # (B, T, D)
         if keep is not None:
-            y, x = (
-                t.flatten(0, 1).index_select(0, keep.flatten()).unflatten(0, keep.shape) for t in (y, x)
-            )  # (..., D)
+            at, shape = keep.flatten(), keep.shape
+            y, x = (t.flatten(0, 1).index_select(0, at).unflatten(0, shape) for t in (y, x))  # (..., D)
         normed, x = self.attention_output(y, x, seed, stream + 1)
         y = self.feed_forward(normed)  # (..., F)
         return self.feed_forward_output(y, x, seed, stream + 2)
@@ -289,21 +287,17 @@ class MlmTransform(Linear):
 class Output(NamedTuple):
     """Loss sums, then as many counts of correct answers, in the order of `BertForPreTraining.terms`."""
 
-    # fp32, over predictions
-    mlm_loss_sum: Tensor
-    # fp32, over pairs with a label
-    nsp_loss_sum: Tensor
-    # int64
-    mlm_correct: Tensor
+    mlm_loss_sum: Tensor  # fp32, over predictions
+    nsp_loss_sum: Tensor  # fp32, over pairs with a label
+    mlm_correct: Tensor  # int64, as the next
     nsp_correct: Tensor
 
 
 class BertForPreTraining(nn.Module):
     """`forward` trains, `encode` gives hidden states; `backends` holds what each operation runs on, and why.
 
-    device ("cpu", "cuda"), dtype (the compute type) and `causal` decide what the backend `auto` means; `causal`:
-    batches may be causal without passing `causal` to `forward`. Raises ValueError if `vocab_size` is 0 or a backend
-    cannot run there.
+    device ("cpu", "cuda"), dtype (compute type) and `causal` decide what the backend `auto` means; `causal`: batches
+    may be causal without passing `causal` to `forward`. Raises ValueError if `vocab_size` is 0 or a backend cannot run.
     """
 
     def __init__(

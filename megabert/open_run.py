@@ -54,13 +54,11 @@ class ResumePoint:
     """What a run resumes from: its newest checkpoint, or a newer copy in memory."""
 
     checkpoints: Checkpoints
-    # the newest checkpoint; None without one
-    path: Path | None
+    path: Path | None  # the newest checkpoint; None without one
     # with --in-place: the copies in memory, and the newest copy if it is newer than the checkpoint
     copies: Copies | None
     copy: NewestCopy | None
-    # state of the copy or the checkpoint; {} for a new run
-    state: Mapping[str, Any]
+    state: Mapping[str, Any]  # state of the copy or the checkpoint; {} for a new run
 
 
 def open_run(
@@ -265,26 +263,25 @@ def resume(
 ) -> int:
     """Restore the engine from the run's newest state, or from `init_from`; returns the data cursor, the number of the
     first update to train on. A collective. Raises ValueError naming a field in which checkpoint and run differ."""
-    if not resume_point.state:
+    checkpoints, copy, saved = resume_point.checkpoints, resume_point.copy, resume_point.state
+    if not saved:
         return initialise(engine, config, manifest) if config.init_from else 0
-    check_compatible(resume_point.state, provenance)
-    log_changes(resume_point.state, config)
-    check_not_finished(resume_point.state, config, extend)
-    if resume_point.copy is not None:
-        if (interrupted_save := resume_point.copy.interrupted_save) is not None:
+    check_compatible(saved, provenance)
+    log_changes(saved, config)
+    check_not_finished(saved, config, extend)
+    if copy is not None:
+        if (interrupted_save := copy.interrupted_save) is not None:
             engine.restore(interrupted_save.tensors, interrupted_save.counters)
-            resume_point.checkpoints.save(engine, interrupted_save.state)
-            resume_point.checkpoints.finish()
+            checkpoints.save(engine, interrupted_save.state)
+            checkpoints.finish()
             log.info(f"saved at step {interrupted_save.state['step']}: the save that was interrupted")
-        engine.restore(resume_point.copy.tensors, resume_point.copy.counters)
+        engine.restore(copy.tensors, copy.counters)
     else:
         assert resume_point.path is not None
-        resume_point.checkpoints.load(engine, resume_point.path)
-    place = resume_point.path if resume_point.copy is None else "copies in memory"
-    log.info(
-        f"resuming from {place} at step {resume_point.state['step']}, {duration(resume_point.state['seconds'])} trained"
-    )
-    return int(resume_point.state.get("cursor", 0))
+        checkpoints.load(engine, resume_point.path)
+    place = resume_point.path if copy is None else "copies in memory"
+    log.info(f"resuming from {place} at step {saved['step']}, {duration(saved['seconds'])} trained")
+    return int(saved.get("cursor", 0))
 
 
 def initialise(engine: Engine, config: Config, manifest: Manifest) -> int:

@@ -18,29 +18,22 @@ from megabert.optim.schedule import limit_reached, phase_rate, share_used
 if TYPE_CHECKING:
     from megabert.workload import Workload
 
-# maximum number of updates whose results the host has not read from the device
-MOST_UNREAD = 64
+MOST_UNREAD = 64  # maximum number of updates whose results the host has not read from the device
 
 
 @dataclass
 class TrainState:
     """Progress of a run; saved in every checkpoint."""
 
-    # updates done
-    step: int = 0
-    # updates of the data consumed, including those skipped after a spike
-    cursor: int = 0
-    # training time, without evaluations and saves
-    seconds: float = 0.0
-    # consecutive updates that were not applied
-    bad: int = 0
+    step: int = 0  # updates done
+    cursor: int = 0  # updates of the data consumed, including those skipped after a spike
+    seconds: float = 0.0  # training time, without evaluations and saves
+    bad: int = 0  # consecutive updates that were not applied
     # updates not applied, and spikes
     skipped: int = 0
     spiked: int = 0
-    # tokens of all ranks, without padding
-    tokens: int = 0
-    # the cursor at the start of each phase so far
-    phase_starts: list[int] = field(default_factory=lambda: [0])
+    tokens: int = 0  # tokens of all ranks, without padding
+    phase_starts: list[int] = field(default_factory=lambda: [0])  # the cursor at the start of each phase so far
     # with `eval.patience`: the step with the lowest held-out loss (-1: none yet), that loss, and evaluations since then
     best_step: int = -1
     best_loss: float = 0.0
@@ -89,8 +82,7 @@ class RunSchedule:
         self.config, self.workload, self.stop_after = config, workload, stop_after
         self.phases = list_phases(config)
         self.state = TrainState()
-        # recorded rates, where they depend on the training time
-        self.rates: RateRecord | None = None
+        self.rates: RateRecord | None = None  # recorded rates, where they depend on the training time
 
     @property
     def used(self) -> tuple[int, float, int]:

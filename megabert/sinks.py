@@ -24,8 +24,7 @@ from megabert.common.logs import log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step
 from megabert.config import Config
 
-# in the lines of an evaluation
-EVALUATED = re.compile('"(eval/|samples")')
+EVALUATED = re.compile('"(eval/|samples")')  # in the lines of an evaluation
 # class of each tracker, and the package that it needs, which is also an extra
 TRACKERS = {
     "tensorboard": ("megabert.trackers.tensorboard:TensorBoard", ""),
@@ -33,12 +32,9 @@ TRACKERS = {
     "mlflow": ("megabert.trackers.mlflow:MLflow", "mlflow"),
     "trackio": ("megabert.trackers.trackio:Trackio", "trackio"),
 }
-# of a tracker without a project
-PROJECT = "megabert"
-# calls that may wait for a tracker; more are dropped and counted
-MOST_WAITING = 1000
-# seconds in which a tracker has to take what is left, and to close
-CLOSING = 60.0
+PROJECT = "megabert"  # of a tracker without a project
+MOST_WAITING = 1000  # calls that may wait for a tracker; more are dropped and counted
+CLOSING = 60.0  # seconds in which a tracker has to take what is left, and to close
 
 
 class Sink:
@@ -232,8 +228,7 @@ def trackers(config: Config) -> Iterator[tuple[str, Any, str]]:
 
 def check_packages(config: Config) -> None:
     """Raises as `trackers`."""
-    for _ in trackers(config):
-        pass
+    list(trackers(config))
 
 
 def known_id(folder: Path, name: str, resume_step: int) -> str:
@@ -245,9 +240,8 @@ def known_id(folder: Path, name: str, resume_step: int) -> str:
 def keep_id(folder: Path, name: str, run_id: str) -> None:
     """Remember the id of a tracker's run, for the next job."""
     file = folder / SINK_IDS
-    write_atomically(
-        file, json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | {name: run_id}).encode()
-    )
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    write_atomically(file, json.dumps(known | {name: run_id}).encode())
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

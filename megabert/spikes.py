@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from megabert.engine import UpdateResult
     from megabert.progress import TrainState
 
-# third quartile of the normal distribution, so that scores are comparable to standard deviations
-CONSISTENT = 0.6745
-# share of the window that must be filled before scores are computed
-ENOUGH = 0.25
+CONSISTENT = 0.6745  # third quartile of the normal distribution, so that scores are comparable to standard deviations
+ENOUGH = 0.25  # share of the window that must be filled before scores are computed
 # smallest MAD as a share of the median: where losses hardly differ, a small difference is not a spike
 LEAST_SCATTER = 1e-3
 
@@ -157,35 +155,31 @@ class UpdateJudge:
         """`terms`: names of the losses in the record."""
         self.policy, self._world, self._run_dir, self._terms = policy, world, run_dir, terms
         self.pending: list[PendingUpdate] = []
-        # the update that requires a rollback
-        self.spike: PendingUpdate | None = None
+        self.spike: PendingUpdate | None = None  # the update that requires a rollback
 
     def judge(self, state: TrainState) -> None:
         """Check the results of the updates since the last call, up to the first spike that requires a rollback, and count them in
         `state`. A collective. Raises BadTraining if the run must end."""
         while self.pending and self.spike is None:
             done = self.pending.pop(0)
-            if self._judge(done, state):
+            result = done.result
+            state.skipped += result.skipped
+            judgement = self.policy.judge(
+                result.host_loss, done.objective, skipped=result.skipped, vetoed=result.vetoed
+            )
+            state.bad = self.policy.bad
+            for trouble in judgement.troubles:
+                state.spiked += trouble.kind == "spike"
+                self._record(done, trouble)
+                log.info(f"step {done.step}: {trouble.text}")
+            if judgement.reason:
+                raise BadTraining(f"{judgement.reason}; the rows are in {self._run_dir / TROUBLE}")
+            if judgement.rollback:
                 self.spike = done
 
     def forget(self) -> None:
         """Drop all updates that were not judged, and the spike."""
         self.spike, self.pending = None, []
-
-    def _judge(self, done: PendingUpdate, state: TrainState) -> bool:
-        """Whether the update requires a rollback."""
-        result = done.result
-        state.skipped += result.skipped
-        flags = {"skipped": result.skipped, "vetoed": result.vetoed}
-        judgement = self.policy.judge(result.host_loss, done.objective, **flags)
-        state.bad = self.policy.bad
-        for trouble in judgement.troubles:
-            state.spiked += trouble.kind == "spike"
-            self._record(done, trouble)
-            log.info(f"step {done.step}: {trouble.text}")
-        if judgement.reason:
-            raise BadTraining(f"{judgement.reason}; the rows are in {self._run_dir / TROUBLE}")
-        return judgement.rollback
 
     def _record(self, done: PendingUpdate, trouble: Trouble) -> None:
         """Append step, data and metrics of an update to `trouble.jsonl`. A collective."""

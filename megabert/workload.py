@@ -29,8 +29,7 @@ from megabert.evaluation import SAMPLE_ROWS, HeldOutSamples
 from megabert.metrics import Meter, PretrainingMeter, progress_line
 from megabert.model import BertForPreTraining
 
-# seconds between lines about shards that are copied before training starts
-PROGRESS_SECONDS = 5.0
+PROGRESS_SECONDS = 5.0  # seconds between lines about shards that are copied before training starts
 
 
 class Workload(Protocol):
@@ -126,8 +125,7 @@ class Pretraining:
         self.meter = PretrainingMeter(world, config.model, engine.terms, ceiling.tflops)
         self.samples: list[dict[str, Any]] = []
         self._node_ranks = world.gather(socket.gethostname()).count(socket.gethostname())
-        # read at the first evaluation
-        self._samples: HeldOutSamples | None = None
+        self._samples: HeldOutSamples | None = None  # read at the first evaluation
         log.info(f"{engine.describe()}; matmul peak {ceiling.tflops:.2f} TFLOP/s per device ({ceiling.origin})")
 
     def updates(self, first: int, phase_starts: Sequence[int]) -> Loader:

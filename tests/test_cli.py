@@ -124,6 +124,7 @@ def test_help_of_every_command_shows_every_default(call: str, monkeypatch, capsy
         (("-m", "data_prep"), "python -m data_prep "),
         (("-m", "megabert", "prep", "build"), "python -m megabert prep build "),
         (("megabert/train.py",), "megabert/train.py "),
+        (("-m", "megabert.train"), "python -m megabert.train "),
         (("-c", "import sys; sys.argv[0] = '/bin/megabert'; from megabert.__main__ import main; main()", "prep"), "megabert prep "),
     ],
 )  # fmt: skip
@@ -132,13 +133,9 @@ def test_usage_says_how_it_was_called(start: tuple[str, ...], usage: str) -> Non
     assert done.returncode == 0 and done.stdout.startswith(f"usage: {usage}"), done.stdout[:200] + done.stderr
 
 
-def test_train_is_the_same_by_every_name() -> None:
-    arguments = ("--config", "tiny", "--print-config", "schedule.total_steps=4321")
-    ways = (("megabert/train.py",), ("-m", "megabert.train"), ("-m", "megabert", "train"))
-    first, *others = (python(*way, *arguments) for way in ways)
-    assert first.returncode == 0 and tomllib.loads(first.stdout)["schedule"]["total_steps"] == 4321
-    for done in others:
-        assert (done.returncode, done.stdout) == (0, first.stdout)
+def test_train_prints_its_configuration() -> None:
+    done = python("megabert/train.py", "--config", "tiny", "--print-config", "schedule.total_steps=4321")
+    assert done.returncode == 0 and tomllib.loads(done.stdout)["schedule"]["total_steps"] == 4321
 
 
 NO_FOLDER = ": no such folder; name a run folder"
@@ -225,7 +222,6 @@ MISTAKES = {
     BUILD + "--filters nowhere.py:f": "--filters nowhere.py:f: ",
     BUILD + "--part 3": "--part 3: give K/N with K from 1 to N",
     BUILD + "--part 3/2": "--part 3/2: give K/N with K from 1 to N",
-    BUILD + "--part one": "--part one: give K/N with K from 1 to N",
     BUILD + "--part 1/2 --overwrite": "--part: excludes --overwrite and --json",
     BUILD + "--json nowhere/x": "--json nowhere/x: its folder does not exist; ",
     BUILD + "--json empty": "--json empty: is a folder, or in --output, ",

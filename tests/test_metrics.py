@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megabert import config as configuration
-from megabert import metrics
 from megabert.common.datasheets import datasheet_tflops
 from megabert.common.environment import host_name
 from megabert.common.logs import duration, log
@@ -24,11 +23,12 @@ from megabert.config import Config, ModelConfig
 from megabert.distributed.ranks import World
 from megabert.engine import rank_times
 from megabert.engine.rank_times import SlowRanks
-from megabert.metrics import Meter, training_flops
+from megabert.metrics import Meter, progress_line, training_flops
 from megabert.sinks import JsonLines, SampleLines, Sinks
 from megabert.trackers.tensorboard import TensorBoard, as_markdown
 from tests.helpers.loop import Killed
 from tests.helpers.ranks import run_ranks
+from tests.integration.conftest import metrics
 from tests.test_trainer import quiet, trainer
 
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
@@ -242,7 +242,7 @@ def trains_with_a_slow_rank(world: World, folder: str, cause: str) -> list[str]:
 def test_the_slow_of_two_real_ranks_is_named(cause: str, tmp_path: Path) -> None:
     (tmp_path / SLOW_RANKS).write_text("of an earlier start")
     texts, others = run_ranks(2, trains_with_a_slow_rank, str(tmp_path), cause)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     assert not any("is slow:" in text for text in others)
     named = [text for text in texts if "is slow:" in text]
     if cause == "elsewhere":
@@ -276,7 +276,7 @@ def test_lines_past_the_resumed_step_are_cut(tmp_path: Path) -> None:
     sink = JsonLines(path, resume_step=20)
     sink.write({"step": 21, "x": float("nan")})
     sink.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [10, 20, 21] and lines[-1]["x"] == "nan"
 
 
@@ -304,10 +304,10 @@ def test_a_line_names_budget_and_objective(overrides: list[str], place: str, obj
     values |= {"perf/sequences_per_sec": 9.0, "perf/tokens_per_sec": 99.0, "perf/mfu": 0.1, "train/lr": 1e-3}
     values |= {"train/grad_norm": 1.0} | ({"train/nsp_accuracy": 0.6} if "NSP" in objective else {})
     cfg = config(*overrides)
-    line = metrics.progress_line(values, cfg.schedule, objective.split()[0], 60.0)
+    line = progress_line(values, cfg.schedule, objective.split()[0], 60.0)
     assert line.startswith(place) and objective in line and "1,000,000,000" not in line and "causal loss" not in line
     values |= {"train/causal_loss": 6.0, "train/causal_mlm_accuracy": 0.125}
-    assert "%  causal loss 6.0000 12.50%  " in metrics.progress_line(values, cfg.schedule, "masked", 60.0)
+    assert "%  causal loss 6.0000 12.50%  " in progress_line(values, cfg.schedule, "masked", 60.0)
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -354,8 +354,7 @@ def test_an_evaluation_that_is_repeated_has_one_line(tmp_path: Path) -> None:
         sinks.write({"step": 8, "eval/mlm_loss": 6.0})
         sinks.show(8, [{"row": 1}])
         sinks.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 8, "train/loss": 7.0}, {"step": 8, "eval/mlm_loss": 6.0}]
+    assert metrics(tmp_path) == [{"step": 8, "train/loss": 7.0}, {"step": 8, "eval/mlm_loss": 6.0}]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 1
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,10 @@ from tests.helpers import golden_runs
 from tests.helpers.forked import Forked
 from tests.helpers.golden_runs import DATA, random_rows
 from tests.helpers.job import Job
-from tests.helpers.loop import Killed
+from tests.helpers.loop import Killed, make_spike
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import flip
+from tests.integration.conftest import metrics
 
 STEPS = 10
 SMALL = (
@@ -66,8 +68,7 @@ def trained(world, folder, *overrides, stops=(None,), patch=lambda trainer: None
 
 def logged(folder, name="train/loss"):
     """Log lines of updates, or those with another figure, by step."""
-    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line for line in lines if name in line}
+    return {line["step"]: line for line in metrics(Path(folder)) if name in line}
 
 
 def column(run, name):
@@ -184,7 +185,7 @@ def test_mixed_objectives_are_equal_on_two_ranks(world, tmp_path):
 def test_a_start_from_frequencies_survives_a_resume(world, tmp_path):
     frequencies = ("model.frequency_bias=true", "model.zero_init=true")
     straight = trained(world, tmp_path / "straight", *frequencies)
-    first = json.loads((tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()[0])
+    first = metrics(tmp_path / "straight")[0]
     assert first["step"] == 0 and first["eval/mlm_loss"] < 6.0 < math.log(800) - 0.6
     same(trained(world, tmp_path / "broken", *frequencies, stops=(5, None)), straight)
 
@@ -355,18 +356,8 @@ def test_a_rollback_continues_in_its_phase(world, tmp_path, folders, spike, inte
     found = []
     for name, stops in (("straight", (None,)), ("stopped", (8, None))):
         seen = []
-
-        def spiked(trainer, seen=seen):
-            usual, train = trainer.engine._weights, trainer.engine.train_update
-
-            def update(update, *rest):
-                trainer.engine._weights = usual * (50.0 if update.step == spike else 1.0)
-                seen.append((len(trainer.state.phase_starts), update.step, update.row_ids.tolist()))
-                return train(update, *rest)
-
-            trainer.engine.train_update = update
-
-        found.append(trained(world, tmp_path / name, *overrides, stops=stops, patch=spiked)[1])
+        patch = partial(make_spike, at=spike, seen=seen)
+        found.append(trained(world, tmp_path / name, *overrides, stops=stops, patch=patch)[1])
         assert [cursor for _, cursor, _ in seen] == list(cursors)
         state = load_weights(tmp_path / name)[1]
         assert state["phase_starts"] == [0, change] and state["step"] == STEPS

@@ -1,7 +1,6 @@
 """The loop in one process on a tiny model: what the ranks agree on, and what is the same after a restart."""
 
 import errno
-import json
 import re
 import sys
 from pathlib import Path
@@ -22,8 +21,9 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.optim.rate_record import FILE, RECORD
 from megabert.trainer import Trainer
 from tests.helpers import tiny
-from tests.helpers.loop import Killed, StopAt, Workload
+from tests.helpers.loop import Killed, StopAt, Workload, make_spike
 from tests.helpers.ranks import run_ranks
+from tests.integration.conftest import metrics
 
 
 def ranks_of(reports: list[list[Any]]) -> Any:
@@ -96,8 +96,7 @@ def test_a_stop_after_the_end_changes_nothing(world, tmp_path):
 
 
 def lines(folder: Path) -> dict[int, dict[str, Any]]:
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in found}
+    return {line["step"]: {k: v for k, v in line.items() if "perf/" not in k} for line in metrics(folder)}
 
 
 def test_checkpoints_are_due_by_minutes_too(world, tmp_path):
@@ -139,18 +138,12 @@ def test_a_spike_seen_later_changes_no_result(world, tmp_path, monkeypatch):
     for unread, seconds in ((64, 0.0), (3, 1e9)):
         monkeypatch.setattr("megabert.progress.MOST_UNREAD", unread)
         cfg = quiet(**guard, log__interval=1, log__seconds=seconds, batch__micro_size=8)
-        ours, trained = trainer(cfg, world, tmp_path / str(unread)), []
-        weights, train_update = ours.engine._weights, ours.engine.train_update
-
-        def spiked(update, lr, veto, trained=trained, ours=ours, weights=weights, train_update=train_update):
-            trained.append(update.step)
-            ours.engine._weights = weights * (50.0 if update.step == 4 else 1.0)
-            return train_update(update, lr, veto)
-
-        ours.engine.train_update = spiked
+        ours, seen = trainer(cfg, world, tmp_path / str(unread)), []
+        make_spike(ours, 4, seen)
         assert ours.train()
         logged = sorted(lines(ours.run_dir)) if (ours.run_dir / "metrics.jsonl").exists() else []
         results = {name: w.tolist() for name, w in ours.engine.consolidated_weights().items()}
+        trained = [cursor for _, cursor, _ in seen]
         found.append((trained, logged, ours.state.cursor, (ours.run_dir / "trouble.jsonl").read_text(), results))
     assert [trained for trained, *_ in found] == [[*range(5), *range(5, 9)], [*range(6), *range(5, 9)]]
     assert [logged for _, logged, *_ in found] == [[1, 2, 3, 4, 5, 6, 7], []]

@@ -15,6 +15,8 @@ import torch
 
 from megabert.common.environment import match_in
 
+Call = Callable[[], object]
+
 
 class Memory:
     """Bytes of this process (or of the device): current, and peak since `restart`."""
@@ -52,7 +54,7 @@ def quantiles(values: list[float]) -> dict[str, float]:
     return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7]}
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+def seconds_of(call: Call, device: torch.device, calls: int = 1) -> float:
     """Seconds of a call, the mean of so many, until the device has done them."""
     synchronise(device)
     start = time.perf_counter()
@@ -67,9 +69,7 @@ def order_of(names: Iterable[str], number: int) -> list[str]:
     return list(names)[:: 1 if number % 2 else -1]
 
 
-def in_turn(
-    sides: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.2
-) -> dict[str, list[float]]:
+def in_turn(sides: Mapping[str, Call], device: torch.device, rounds: int, seconds: float) -> dict[str, list[float]]:
     """Seconds of a call of each side, `rounds` times, alternately; each time is over enough calls to take `seconds`."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     calls = {}
@@ -91,7 +91,7 @@ class CaptureFailed(RuntimeError):
 
 
 def kernel_times(
-    sides: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.2
+    sides: Mapping[str, Call], device: torch.device, rounds: int, seconds: float = 0.2
 ) -> dict[str, list[float]]:
     """Seconds of a call of each side on the device, without the time of Python's launches.
 
@@ -121,7 +121,7 @@ def copy_bandwidth(device: torch.device, elements: int) -> float:
     return 2 * source.numel() * source.element_size() / min(times)
 
 
-def _replays(call: Callable[[], object], calls: int, replays: int) -> list[float]:
+def _replays(call: Call, calls: int, replays: int) -> list[float]:
     """Seconds of one of `calls` calls in each of `replays` replays of their graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -144,11 +144,9 @@ def _replays(call: Callable[[], object], calls: int, replays: int) -> list[float
     return [first.elapsed_time(last) / 1e3 / calls for first, last in pairwise(marks)]
 
 
-def costliest_kernels(
-    call: Callable[[], object], device: torch.device, flops: Mapping[str, float] | None = None, count: int = 40
-) -> list[dict[str, Any]]:
-    """Milliseconds, calls, name and TFLOP/s of the costliest kernels (on the CPU: operations) of a call. FLOPs are the profiler's, of
-    matrix products, and `flops` of the call by the names of other operations; without any, TFLOP/s are None."""
+def costliest_kernels(call: Call, device: torch.device, flops: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Milliseconds, calls, name and TFLOP/s of the 40 costliest kernels (on the CPU: operations) of a call. FLOPs are the
+    profiler's, of matrix products, and `flops` of the call by the names of other operations; without any, TFLOP/s are None."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device.type == "cuda"
@@ -160,7 +158,7 @@ def costliest_kernels(
     kernels = []
     for event in record.key_averages():
         microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
-        work = event.flops or (flops or {}).get(event.key)
+        work = event.flops or flops.get(event.key)
         rate = work / microseconds / 1e6 if work and microseconds else None
         kernels.append({"ms": microseconds / 1e3, "calls": event.count, "name": event.key[:160], "tflops": rate})
-    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:count]
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:40]

@@ -146,11 +146,10 @@ def make(
     (folder / RECORD).write_text("{}")
     if library is None:
         run([sys.executable, "setup.py", "build_ext", "--inplace"], MEGABERT_CUDA="1")
-    if newer := newer_symbols(library or TREES_LIBRARY):
-        raise ValueError(
-            f"{library or TREES_LIBRARY} does not load on glibc 2.28, for which setup.py builds: {', '.join(newer)}"
-        )
-    shutil.copy2(library or TREES_LIBRARY, folder / LIBRARY)
+        library = TREES_LIBRARY
+    if newer := newer_symbols(library):
+        raise ValueError(f"{library} does not load on glibc 2.28, for which setup.py builds: {', '.join(newer)}")
+    shutil.copy2(library, folder / LIBRARY)
     lengths = ("--held-out", 0.02, "--nsp", "--vocab-size", vocabulary, "--seq-len", 128, 512)
     hardware.build_data(folder / "data", *lengths, "--input", *corpus)
     there, carried, needs = of_the_machine(), set[str](), list[Requirement]()

@@ -57,13 +57,12 @@ def copy_tree(folder: Path, packed: Path) -> Path:
     return folder
 
 
-def suite(python: Path, tree: Path, *options: str) -> subprocess.Popen[str]:
+def suite(python: Path, tree: Path, *options: str, to: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the suite; `to`: where its output goes, by default to that of this process."""
     command = [str(python), "benchmarks/gpu_suite.py", "--device", "cpu", "--quick", "--minutes", "60"]
     command += ["--json", "gpu.json", *options]
     clean = {"PATH": "/usr/bin:/bin", "HOME": str(tree), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [*OFFLINE, *command], cwd=tree, env=clean, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return subprocess.run([*OFFLINE, *command], cwd=tree, env=clean, text=True, stdout=to, stderr=subprocess.STDOUT)
 
 
 def without_each(python: Path, tree: Path) -> int:
@@ -72,16 +71,15 @@ def without_each(python: Path, tree: Path) -> int:
     for wheel in sorted((tree / pack.FOLDER.relative_to(ROOT) / "wheels").glob("*.whl")):
         aside = tree / wheel.name
         wheel.rename(aside)
-        child = suite(python, tree, "--only", "none")
-        output = child.communicate()[0].strip().splitlines()
+        done = suite(python, tree, "--only", "none", to=subprocess.PIPE)
+        output = done.stdout.strip().splitlines()
         aside.rename(wheel)
         name = wheel.name.split("-")[0].replace("_", "-")
         # with 2 it is missing, with 0 another version of the machine's is said
-        named = [line for line in output if name in line.replace("_", "-")] if child.returncode in (0, 2) else []
+        named = [line for line in output if name in line.replace("_", "-")] if done.returncode in (0, 2) else []
         missed += not named
-        print(
-            f"without {name}: exit {child.returncode}, {named[-1] if named else f'NOT NAMED: {output[-1]}'}", flush=True
-        )
+        said = named[-1] if named else f"NOT NAMED: {output[-1]}"
+        print(f"without {name}: exit {done.returncode}, {said}", flush=True)
     return missed
 
 
@@ -99,11 +97,7 @@ def main() -> int:
         tree = copy_tree(Path(folder), args.pack)
         if args.each_wheel:
             return int(without_each(python, tree) > 0)
-        child = suite(python, tree)
-        assert child.stdout is not None
-        for line in child.stdout:
-            print(line, end="", flush=True)
-        return child.wait()
+        return suite(python, tree).returncode
 
 
 if __name__ == "__main__":

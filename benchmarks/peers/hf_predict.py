@@ -36,13 +36,6 @@ def make(size: ModelConfig, vocab: Path, labels: Sequence[str], folder: Path) ->
     return folder / "encoder", folder / "classifier"
 
 
-def classifier_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    weights = load_file(folder / "model.safetensors")
-    return weights["classifier.weight"], weights["classifier.bias"]
-
-
 def encoder(folder: Path, dtype: torch.dtype) -> Callable[[Sequence[str], int], np.ndarray]:
     """Mean-pooled vectors float32 [n, D] of texts, in batches."""
     from sentence_transformers import SentenceTransformer

@@ -84,10 +84,6 @@ class RaceRecipe:
     def warmup(self) -> float:
         return float(self.keys.get(WARM_UP, 0.06))
 
-    def overrides(self) -> list[str]:
-        """Our keys as `section.key=value`, without those set by the track."""
-        return collect_overrides({key: value for key, value in self.keys.items() if key != WARM_UP})
-
 
 def collect_overrides(keys: Mapping[str, Any]) -> list[str]:
     """`section.key=value` of each, with values in TOML syntax except for strings."""
@@ -121,7 +117,8 @@ def rows_an_update(settings: Config) -> float:
 
 def our_config(recipe: RaceRecipe, track: Track, tokens_a_row: float, seed: int) -> tuple[list[str], Config]:
     """The overrides of our run on a track, and the resulting configuration. Raises ValueError."""
-    overrides = [*recipe.overrides(), f"seed={seed}"]
+    overrides = collect_overrides({key: value for key, value in recipe.keys.items() if key != WARM_UP})
+    overrides += [f"seed={seed}"]
     if "schedule.name" not in recipe.keys:
         overrides += ["schedule.name=linear"]
     if track.minutes:

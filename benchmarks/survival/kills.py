@@ -46,7 +46,6 @@ class KillCounts:
     killed: Counter[str] = field(default_factory=Counter)
     followed_by: Counter[str] = field(default_factory=Counter)
     resumed_at: list[int] = field(default_factory=list)
-    sessions: set[int] = field(default_factory=set)
 
 
 def uninterrupted(case: Case, data: Path, run: Path, server: Server) -> float:
@@ -90,7 +89,7 @@ def kill_again_and_again(
     Raises Failure for a run that does not resume from its newest checkpoint, finds one damaged, or leaves a process behind;
     TimeoutError for one that hangs.
     """
-    outcome = KillCounts()
+    outcome, sessions = KillCounts(), set[int]()
     for number in range(kills + 1):
         aim = PLAN[(number + len(case.name)) % len(PLAN)]
         if aim == "any" and rng.random() < 0.2:
@@ -98,7 +97,7 @@ def kill_again_and_again(
         slow = (rng.randrange(case.world), rng.uniform(*SLOW)) if aim == "slow" and number < kills else (0, 0.0)
         newest = max(saved_steps(run), default=0)
         life = Life(case, data, run, server, slow)
-        outcome.sessions |= {rank.pid for rank in life.processes}
+        sessions |= {rank.pid for rank in life.processes}
         try:
             if number < kills:
                 await_instant(life, aim, case.steps / (kills + 1), rng, save_seconds)
@@ -117,7 +116,7 @@ def kill_again_and_again(
             outcome.followed_by[followed] += 1
         if last:
             break
-    wait(lambda: not in_sessions(outcome.sessions), 15.0, f"{case.name}: processes are left behind")
+    wait(lambda: not in_sessions(sessions), 15.0, f"{case.name}: processes are left behind")
     return outcome
 
 
@@ -149,8 +148,7 @@ def survive(case: Case, data: Path, folder: Path, server: Server, kills: int, se
     try:
         save_seconds = uninterrupted(case, data, straight, server)
         outcome = kill_again_and_again(case, data, broken, server, kills, random.Random(seed), save_seconds)
-        result |= {"kills": outcome.fell.total(), "checkpoint_write_seconds": round(save_seconds, 4)}
-        result |= {name: value for name, value in vars(outcome).items() if name != "sessions"}
+        result |= {"kills": outcome.fell.total(), "checkpoint_write_seconds": round(save_seconds, 4)} | vars(outcome)
         lines = differences(straight, broken, case.steps)
         result["differences"] = len(lines)
         if lines:
@@ -169,6 +167,8 @@ def differences(straight: Path, broken: Path, steps: int, exact: int | None = No
         updates = [line["step"] for line in lines if "train/loss" in line]
         if updates != list(range(1, steps + 1)):
             problems.append(f"the {name} run's updates are not 1..{steps} once each: {updates}")
+    if len(one) != len(two):
+        problems.append(f"the logs have {len(one)} and {len(two)} lines")
     for a, b in zip(one, two, strict=False):
         keys = {key for key in a.keys() | b.keys() if not key.startswith(("perf/", "time/"))}
         if rounded := exact is not None and a["step"] > exact:

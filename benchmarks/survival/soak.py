@@ -53,18 +53,20 @@ def look_at(pids: list[int]) -> Sample:
     return dict(sums)
 
 
-def watch(life: Life, until: int | None) -> list[tuple[int, Sample]]:
+def watch(life: Life, until: int) -> list[tuple[int, Sample]]:
     """(step, figures of its processes) repeatedly until update `until` is reached or the life has ended."""
     sessions = {rank.pid for rank in life.processes}
     samples: list[tuple[int, Sample]] = []
-    while life.running() and (until is None or life.step() < until):
+    while life.running() and life.step() < until:
         samples.append((life.step(), look_at(in_sessions(sessions))))
         time.sleep(EVERY)
     return samples
 
 
 def typical(samples: list[Sample]) -> Sample:
-    """The median of each figure over the samples with the largest number of processes."""
+    """The median of each figure over the samples with the largest number of processes. Raises Failure without samples."""
+    if not samples:
+        raise Failure(f"soak: a life ended within {EVERY} s of its window; more updates are needed")
     most = max(sample.get("processes", 0) for sample in samples)
     whole = [sample for sample in samples if sample.get("processes", 0) == most]
     return {name: statistics.median(sample[name] for sample in whole) for name in whole[0]}

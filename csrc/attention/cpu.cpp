@@ -1,7 +1,5 @@
 // Multi-head attention over packed rows, and its gradient.
 
-#include <cstring>
-
 #include "attention/arguments.h"
 #include "cpu/kernels.h"
 

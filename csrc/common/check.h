@@ -19,16 +19,6 @@ namespace megabert {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline void check_shape(const char* op, const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
-  STD_TORCH_CHECK(t.dim() == static_cast<int64_t>(shape.size()), op, ": ", name, " has ", t.dim(),
-                  " dimensions, not ", shape.size());
-  int64_t d = 0;
-  for (const int64_t size : shape) {
-    STD_TORCH_CHECK(t.size(d) == size, op, ": ", name, " has size ", t.size(d), " in dimension ", d, ", not ", size);
-    ++d;
-  }
-}
-
 inline void check_dtype(const char* op, const char* name, const Tensor& t, ScalarType want) {
   STD_TORCH_CHECK(t.scalar_type() == want, op, ": ", name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
                   ", not ", torch::headeronly::toString(want));
@@ -61,7 +51,13 @@ inline void check_tensor(const char* op, const char* name, const Tensor& t, cons
                          std::initializer_list<int64_t> shape) {
   check_device(op, name, t, like);
   check_dtype(op, name, t, dtype);
-  check_shape(op, name, t, shape);
+  STD_TORCH_CHECK(t.dim() == static_cast<int64_t>(shape.size()), op, ": ", name, " has ", t.dim(),
+                  " dimensions, not ", shape.size());
+  int64_t d = 0;
+  for (const int64_t size : shape) {
+    STD_TORCH_CHECK(t.size(d) == size, op, ": ", name, " has size ", t.size(d), " in dimension ", d, ", not ", size);
+    ++d;
+  }
 }
 
 // Of the device, dtype and shape of `like`.

@@ -76,20 +76,13 @@ __device__ inline void wait_copies() {
   MEGABERT_NEEDS_SM80("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-__device__ inline int smallest_of_warp(int x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  return __reduce_min_sync(kAllLanes, x);
+__device__ inline int smallest_of_warp(int x) { return __reduce_min_sync(kAllLanes, x); }
+__device__ inline int largest_of_warp(int x) { return __reduce_max_sync(kAllLanes, x); }
 #else
-  return x;
+__device__ inline int smallest_of_warp(int x) { return x; }
+__device__ inline int largest_of_warp(int x) { return x; }
 #endif
-}
-__device__ inline int largest_of_warp(int x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(kAllLanes, x);
-#else
-  return x;
-#endif
-}
 
 // The shared memory whose size the launch names.
 __device__ inline unsigned char* launched_shared() {

@@ -16,32 +16,31 @@ struct RowShape {
   static constexpr int block = threads * rows;
 };
 
-// Calls f with the smallest shape that holds `columns` columns.
+// f of the smallest shape that holds `columns` columns.
 template <class F>
-void with_row_shape(int64_t columns, F f) {
-  if (columns <= 256) f(RowShape<32, 1>{});
-  else if (columns <= 512) f(RowShape<32, 2>{});
-  else if (columns <= 1024) f(RowShape<32, 4>{});
-  else if (columns <= 2048) f(RowShape<256, 1>{});
-  else if (columns <= 4096) f(RowShape<256, 2>{});
-  else f(RowShape<256, 4>{});
+auto with_row_shape(int64_t columns, F f) {
+  if (columns <= 256) return f(RowShape<32, 1>{});
+  if (columns <= 512) return f(RowShape<32, 2>{});
+  if (columns <= 1024) return f(RowShape<32, 4>{});
+  if (columns <= 2048) return f(RowShape<256, 1>{});
+  if (columns <= 4096) return f(RowShape<256, 2>{});
+  return f(RowShape<256, 4>{});
 }
 
 // The same for a kernel whose block processes rows one after another and sums columns: fewer columns in each thread. At most 512
 // threads, so that a thread can have 128 of the 65,536 registers.
 template <class F>
-void with_block_shape(int64_t columns, F f) {
-  if (columns <= 1024) f(RowShape<128, 1>{});
-  else if (columns <= 2048) f(RowShape<256, 1>{});
-  else if (columns <= 4096) f(RowShape<512, 1>{});
-  else f(RowShape<512, 2>{});
+auto with_block_shape(int64_t columns, F f) {
+  if (columns <= 1024) return f(RowShape<128, 1>{});
+  if (columns <= 2048) return f(RowShape<256, 1>{});
+  if (columns <= 4096) return f(RowShape<512, 1>{});
+  return f(RowShape<512, 2>{});
 }
 
-// Calls f with std::true_type or std::false_type, for a kernel each.
+// f of std::true_type or std::false_type, for a kernel each.
 template <class F>
-void with_bool(bool value, F f) {
-  if (value) f(std::true_type{});
-  else f(std::false_type{});
+auto with_bool(bool value, F f) {
+  return value ? f(std::true_type{}) : f(std::false_type{});
 }
 
 }  // namespace megabert

@@ -18,13 +18,6 @@ void check_labels(const char* op, const int64_t* label, int64_t count, int64_t v
 
 constexpr int64_t kShare = 32;  // rows that one thread takes at a time
 
-template <class F>
-void for_each_share(int64_t rows, F f) {
-  torch::stable::parallel_for(0, (rows + kShare - 1) / kShare, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; ++s) f(s, s * kShare, (s + 1) * kShare < rows ? (s + 1) * kShare : rows);
-  });
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
     const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& labels, int64_t vocab,
     bool need_grad) {
@@ -55,16 +48,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
   with_cpu_type(hidden, [&](auto type, const auto& kernel) {
     using T = decltype(type);
     for_each_chunk(dense(hidden), dense(weight), chunk, dhidden, dweight, need_grad, [&](const Tensor& logits, int64_t at) {
-      const int64_t rows = logits.size(0);
-      for_each_share(rows, [&](int64_t s, int64_t first, int64_t last) {
-        kernel.mlm_loss(out<T>(logits), data<T>(bc), label + at, row_loss + at, row_lse + at, row_hit + at,
-                        need_grad ? sums + (1 + s) * entries : nullptr, need_grad, vocab, entries, first, last);
+      const int64_t rows = logits.size(0), parts = (rows + kShare - 1) / kShare;
+      torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; ++s) {
+          const int64_t last = (s + 1) * kShare < rows ? (s + 1) * kShare : rows;
+          kernel.mlm_loss(out<T>(logits), data<T>(bc), label + at, row_loss + at, row_lse + at, row_hit + at,
+                          need_grad ? sums + (1 + s) * entries : nullptr, need_grad, vocab, entries, s * kShare, last);
+        }
       });
       if (!need_grad) return;
-      const int64_t lines = 1 + (rows + kShare - 1) / kShare;
       torch::stable::parallel_for(0, (entries + 63) / 64, 16, [&](int64_t begin, int64_t end) {
         const int64_t last = end * 64 < entries ? end * 64 : entries;
-        tables().of_float.reduce_blocks(sums, sums, lines, entries, begin * 64, last);
+        tables().of_float.reduce_blocks(sums, sums, 1 + parts, entries, begin * 64, last);
       });
     });
     if (need_grad && count) kernel.reduce_blocks(sums, out<T>(dbias), 1, entries, 0, entries);
@@ -81,8 +76,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) {
-  m.impl("mlm_loss", TORCH_BOX(&mlm_loss));
-}
+STABLE_TORCH_LIBRARY_IMPL(megabert, CPU, m) { m.impl("mlm_loss", TORCH_BOX(&mlm_loss)); }
 
 }  // namespace megabert

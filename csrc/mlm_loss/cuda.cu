@@ -12,35 +12,6 @@ constexpr int64_t kChunkBytes = 512 << 20;  // of logits: few launches and round
 constexpr int64_t kLines = 64;              // of partial column sums in a chunk: enough blocks to fill a GPU
 constexpr int kThreads = 512;
 
-struct RowResults {
-  Tensor loss, lse, correct, total, hits, predictions;
-
-  RowResults(const Tensor& like, int64_t count)
-      : loss(torch::stable::new_empty(like, {count}, ScalarType::Float)),
-        lse(torch::stable::new_empty(like, {count}, ScalarType::Float)),
-        correct(torch::stable::new_empty(like, {count}, ScalarType::Int)),
-        total(torch::stable::new_empty(like, {}, ScalarType::Float)),
-        hits(torch::stable::new_empty(like, {}, ScalarType::Long)),
-        predictions(torch::stable::new_empty(like, {}, ScalarType::Long)) {}
-
-  void add_up(const OnDevice& device, const Tensor& labels, const char* op) {
-    loss_totals<<<1, kTotalThreads, 0, device.stream>>>(data<float>(loss), data<int32_t>(correct), data<int64_t>(labels),
-                                                        labels.numel(), out<float>(total), out<int64_t>(hits),
-                                                        out<int64_t>(predictions));
-    check_launch(op);
-  }
-};
-
-template <class T>
-void rows_pass(const OnDevice& device, const Tensor& logits, const Tensor& bias, const Tensor& labels, RowResults& results,
-               int64_t at, int64_t vocab, bool gradient, const char* op) {
-  LossRows<T> a{out<T>(logits), data<T>(bias), data<int64_t>(labels) + at, out<float>(results.loss) + at,
-                out<float>(results.lse) + at, out<int32_t>(results.correct) + at, vocab, logits.size(1), gradient, false};
-  a.whole = whole_groups(a.stride, a.logits, a.bias);
-  mlm_loss_rows<T, kThreads><<<static_cast<unsigned>(logits.size(0)), kThreads, 0, device.stream>>>(a);
-  check_launch(op);
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
     const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& labels, int64_t vocab,
     bool need_grad) {
@@ -57,7 +28,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
     torch::stable::zero_(dweight);
     torch::stable::zero_(dbias);
   }
-  RowResults results(hc, count);
+  const Tensor losses = torch::stable::new_empty(hc, {count}, ScalarType::Float),
+               lse = torch::stable::new_empty(hc, {count}, ScalarType::Float),
+               correct = torch::stable::new_empty(hc, {count}, ScalarType::Int);
   // Column sums of the gradient: a line of what earlier chunks gave, then those of this chunk.
   Tensor partial = torch::stable::new_empty(hc, {need_grad ? 1 + kLines : 0, entries}, ScalarType::Float);
   torch::stable::zero_(partial);
@@ -65,7 +38,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
     using T = decltype(type);
     const int64_t chunk = chunk_rows(count, kChunkBytes / (entries * static_cast<int64_t>(sizeof(T))));
     for_each_chunk(hc, wc, chunk, dhidden, dweight, need_grad, [&](const Tensor& logits, int64_t at) {
-      rows_pass<T>(device, logits, bc, lc, results, at, vocab, need_grad, op);
+      LossRows<T> a{out<T>(logits), data<T>(bc), data<int64_t>(lc) + at, out<float>(losses) + at, out<float>(lse) + at,
+                    out<int32_t>(correct) + at, vocab, entries, need_grad, false};
+      a.whole = whole_groups(entries, a.logits, a.bias);
+      mlm_loss_rows<T, kThreads><<<static_cast<unsigned>(logits.size(0)), kThreads, 0, device.stream>>>(a);
+      check_launch(op);
       if (!need_grad) return;
       column_sums<T><<<column_grid(kLines, entries), kColumnThreads, 0, device.stream>>>(
           data<T>(logits), out<float>(partial) + entries, logits.size(0), entries, whole_groups(entries, data<T>(logits)));
@@ -75,14 +52,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> mlm_loss(
     if (need_grad && count)
       reduce_lines_on(device.stream, data<float>(partial), out<T>(dbias), 1, entries, entries, op);
   });
-  results.add_up(device, lc, op);
-  return {results.total, results.hits, results.predictions, results.lse, dhidden, dweight, dbias};
+  const Tensor total = torch::stable::new_empty(hc, {}, ScalarType::Float),
+               hits = torch::stable::new_empty(hc, {}, ScalarType::Long),
+               predictions = torch::stable::new_empty(hc, {}, ScalarType::Long);
+  loss_totals<<<1, kTotalThreads, 0, device.stream>>>(data<float>(losses), data<int32_t>(correct), data<int64_t>(lc), count,
+                                                      out<float>(total), out<int64_t>(hits), out<int64_t>(predictions));
+  check_launch(op);
+  return {total, hits, predictions, lse, dhidden, dweight, dbias};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(megabert, CUDA, m) {
-  m.impl("mlm_loss", TORCH_BOX(&mlm_loss));
-}
+STABLE_TORCH_LIBRARY_IMPL(megabert, CUDA, m) { m.impl("mlm_loss", TORCH_BOX(&mlm_loss)); }
 
 }  // namespace megabert

@@ -35,8 +35,7 @@ class NoTextField(BadInput):
 
 
 class Damaged(BadInput):
-    """A packed file of which nothing more can be read: `lost` bytes of it, as far as they are known. `whole`: these are not part of
-    its text."""
+    """A packed file whose rest cannot be read: `lost` bytes, if known. `whole`: these are not part of its text."""
 
     def __init__(self, message: str, lost: int = 0, whole: bool = False) -> None:
         super().__init__(message)

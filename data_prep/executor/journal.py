@@ -29,9 +29,8 @@ from megabert.common import logs
 from megabert.common.files import atomic_file, sync, write_atomically
 
 FOLDER = "journal"
-# Files of a stage with at least so many bytes are deleted as soon as no later stage reads them. Before that, what was
-# made from them is synced to disk, which costs a tenth of a build of 200 MB; smaller stages are deleted with the work
-# folder.
+# Files of a stage with at least so many bytes are deleted as soon as no later stage reads them and what was made from
+# them is synced, which costs a tenth of a build of 200 MB; smaller stages are deleted with the work folder.
 SWEEP_BYTES = 1 << 30
 
 StageFunction = Callable[[BuildJob, Any], ItemResult]
@@ -76,8 +75,7 @@ def _run(function: StageFunction, job: BuildJob, stage: str, digest: str, number
 
 
 def _policy_allows(job: BuildJob, record: dict[str, Any], results: list[ItemResult]) -> bool:
-    """Whether results recorded under another `on_error` are valid for this job: results that dropped bad input under
-    "skip" are not valid under "stop"."""
+    """Whether results recorded under another `on_error` are valid for this job: not under "stop" with dropped input."""
     return job.on_error == "skip" or record["on_error"] == "stop" or not any(result.problems for result in results)
 
 
@@ -123,7 +121,9 @@ class Stages:
         results = self._recorded(name, key, job)
         if results is None:
             results = self._compute(name, function, job, list(enumerate(items)), unit)
-        self._digest = _digest(json.dumps([key, [result.identity() for result in results]], sort_keys=True))
+        # all but memory depends only on input and options
+        known = [result.as_json() | {"peak": 0} for result in results]
+        self._digest = _digest(json.dumps([key, known], sort_keys=True))
         self._finished[name] = _Finished(key, job.on_error, results)
         peak = max((result.peak for result in results), default=0)
         self.figures[name] = {"seconds": time.perf_counter() - began, "peak_memory": peak}

@@ -209,11 +209,9 @@ def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
 
 
 def clear(output: Path) -> None:
-    """Delete the files of a build except for unpacked text; manifests first, so that no dataset mixes files of two
-    builds.
+    """Delete the files of a build except for unpacked text; manifests first, so that no dataset mixes two builds.
 
-    The account is deleted last: if the process is killed, it still marks the folder as that of a build, which is not
-    resumed.
+    The account goes last: after a kill it still marks the folder as that of a build, which is not resumed.
     """
     work, account = output / WORK, output / ACCOUNT
     # with the manifests the records of complete stages, whose files may be deleted

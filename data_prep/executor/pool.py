@@ -49,8 +49,7 @@ def _init_worker(parent: int) -> None:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block. Processes started inside inherit the blocked signal: otherwise each of
-    them would print a traceback."""
+    """Delay Ctrl-C to the end of the block. Processes started inside inherit that, or each would print a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     usual, came = signal.getsignal(signal.SIGINT), list[tuple[Any, ...]]()
     # a library's thread may receive the signal all the same, and Python then calls its handler here

@@ -60,10 +60,6 @@ class BuildJob:
         """Whether a quality rule needs folded words."""
         return any(rules.BY_NAME[name].folded for name in self.options.rules)
 
-    def needs_texts(self) -> bool:
-        """Whether the texts of documents are needed after encoding."""
-        return self.options.save_text or bool(self.options.custom_filters)
-
     def path(self, name: str) -> str:
         return os.path.join(self.work, name)
 
@@ -88,8 +84,7 @@ class ItemResult:
     """The result of an item of work, or the sum of several.
 
     `counts`: documents, sentences, tokens, …; `problems`, `lost` and `changed`: see `errors.Problems`; `dropped`:
-    documents by reason; `lengths`: sequences by number of tokens; `facts`: values of one item that the next stage
-    needs, not summed.
+    documents by reason; `lengths`: sequences by number of tokens; `facts`: values for the next stage, not summed.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -108,8 +103,7 @@ class ItemResult:
 
     @staticmethod
     def of(problems: Problems, size: int = 0) -> ItemResult:
-        """A result that shares its counters with `problems`, so that later problems show up in it; `dropped` is not
-        shared."""
+        """A result that shares its counters but `dropped` with `problems`, so that later problems show up in it."""
         return ItemResult(problems=problems.counts, lost=problems.lost, changed=problems.changed, size=size)
 
     def as_json(self) -> dict[str, Any]:
@@ -122,16 +116,12 @@ class ItemResult:
         result.files = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
         return result
 
-    def identity(self) -> dict[str, Any]:
-        """The fields that depend only on input and options: all but memory."""
-        return self.as_json() | {"peak": 0}
-
-    def drop(self, reason: str, documents: int, sentences: int, tokens: int) -> None:
-        """Count dropped documents."""
-        if documents:
-            self.dropped[reason] += documents
-            self.counts["dropped sentences"] += sentences
-            self.counts["dropped tokens"] += tokens
+    def drop(self, reason: str, documents: np.ndarray) -> None:
+        """Count dropped documents, DOCUMENT records."""
+        if len(documents):
+            self.dropped[reason] += len(documents)
+            for unit in ("sentences", "tokens"):
+                self.counts[f"dropped {unit}"] += int(documents[unit].sum())
 
 
 def total(results: list[ItemResult]) -> ItemResult:
@@ -163,8 +153,7 @@ Append = Callable[[np.ndarray], None]
 def appending(job: BuildJob, name: str, result: ItemResult) -> Iterator[Append]:
     """A function that appends arrays to a file of the work folder, whose size and CRC-32 are then recorded in `result`.
 
-    The file is renamed into place when complete: on a Ray cluster a second attempt at the item may write it
-    concurrently.
+    The file gets its name when complete: on a Ray cluster a second attempt at the item may write it meanwhile.
     """
     size = crc = 0
     with atomic_file(Path(job.path(name)), synced=False) as file:
@@ -200,8 +189,7 @@ def mapped(job: BuildJob, name: str, dtype: np.dtype | str) -> np.ndarray:
 def copy_items(items: np.ndarray, chosen: Any) -> np.ndarray:
     """A copy of the chosen items of a mapped file, whose pages are then released from this process.
 
-    Access to a page maps the whole folio that caches it, up to megabytes since Linux 6.18, so access to many files would map all of
-    them.
+    Access to a page maps its whole folio, up to megabytes since Linux 6.18, so many files would be mapped whole.
     """
     # indexing by an array copies already
     copy = np.array(items[chosen], copy=isinstance(chosen, slice) or None)

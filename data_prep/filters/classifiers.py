@@ -6,6 +6,7 @@ A document is kept if the sum of the probabilities of the wanted labels reaches 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,11 +29,6 @@ class Classifier:
     labels: tuple[str, ...]
     minimum: float
 
-    @property
-    def reason(self) -> str:
-        """The reason under which dropped documents are counted."""
-        return f"classifier {Path(self.path).name}"
-
     @staticmethod
     def parse(text: str) -> Classifier:
         """The classifier of `FILE:LABELS:P`. Raises BadInput for another form."""
@@ -50,6 +46,10 @@ class Classifier:
         labels, shares = _load(self.path).predict(" ".join(text[:READ].split()), k=-1)
         wanted = {PREFIX + label for label in self.labels}
         return sum(p for label, p in zip(labels, shares, strict=True) if label in wanted) >= self.minimum
+
+    def objection(self, text: str, metadata: Mapping[str, Any]) -> str:
+        """The reason under which a dropped document is counted; "" if it is kept."""
+        return "" if self.keeps(text) else f"classifier {Path(self.path).name}"
 
     def check(self) -> None:
         """Raises BadInput if the model, a label or the package is missing."""

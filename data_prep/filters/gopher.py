@@ -43,9 +43,13 @@ def _ellipses(m: DocumentMeasures) -> np.ndarray:
     return m.line_share((m.flags[m.line_spans[1] - 1] & ELLIPSIS_END) > 0)
 
 
+def _repeated_lines(m: DocumentMeasures) -> np.ndarray:
+    return m.line_share(m.repeated_lines)
+
+
 def _n_gram_rule(n: int) -> QualityRule:
     what = "characters in " + (f"the most frequent {n}-gram" if n in repetition.TOP else f"{n}-grams that occur again")
-    return _rule(N_GRAM_RULES[n], what, partial(DocumentMeasures.n_gram_share, n=n), N_GRAM_LIMITS[n], share=True)
+    return _rule(N_GRAM_RULES[n], what, lambda m: m.n_gram_shares[n], N_GRAM_LIMITS[n], share=True)
 
 
 RULES = (
@@ -57,13 +61,7 @@ RULES = (
     _rule("max-symbol-share", "words with a '#', or with an ellipsis, whichever are more", _symbols, 0.1, share=True),
     _rule("max-bullet-lines", "lines that begin with a bullet", _bullets, 0.9, share=True),
     _rule("max-ellipsis-lines", "lines that end in an ellipsis", _ellipses, 0.3, share=True),
-    _rule(
-        "max-duplicate-lines",
-        "lines that repeat an earlier one",
-        lambda m: m.line_share(m.repeated_lines),
-        0.3,
-        share=True,
-    ),
+    _rule("max-duplicate-lines", "lines that repeat an earlier one", _repeated_lines, 0.3, share=True),
     _rule("max-duplicate-line-characters", "characters in such lines", lambda m: m.repeated_share(), 0.2, share=True),
     *map(_n_gram_rule, N_GRAM_RULES),
 )

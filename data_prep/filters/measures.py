@@ -114,8 +114,7 @@ class WordFacts:
             assert edges[0] == 0 and edges[-1] == len(self.facts) and (np.diff(edges) >= 0).all(), edges
 
     def document_hashes(self, seed: int) -> np.ndarray:
-        """uint64 [d]: equal for the same words in the same order, independent of whitespace and paragraph ends; 0 without words.
-        Uniform for every seed."""
+        """uint64 [d], uniform: equal for the same words in order, in whatever paragraphs; 0 without words."""
         return segment_hashes(self.facts["hash"], self.documents, seed)
 
 
@@ -187,19 +186,15 @@ class DocumentMeasures:
         return compute_share(repeated, self.characters)
 
     @cached_property
-    def _n_grams(self) -> dict[int, np.ndarray]:
-        """Shares of n-grams in the documents that passed all rules so far."""
+    def n_gram_shares(self) -> dict[int, np.ndarray]:
+        """n -> share of n-grams, in the documents that passed all rules so far."""
         limits = {n: self.limits[name] for n, name in N_GRAM_RULES.items() if name in self.limits}
         return repetition.shares(self.hashes, self.characters_of, self.documents, limits, self.verdict == 0)
 
-    def n_gram_share(self, n: int) -> np.ndarray:
-        return self._n_grams[n]
-
 
 # names of the rules that limit n-grams of each order
-N_GRAM_RULES = {n: f"max-top-{n}-gram" for n in repetition.TOP} | {
-    n: f"max-duplicate-{n}-gram" for n in repetition.REPEATED
-}
+N_GRAM_RULES = {n: f"max-top-{n}-gram" for n in repetition.TOP}
+N_GRAM_RULES |= {n: f"max-duplicate-{n}-gram" for n in repetition.REPEATED}
 
 
 @dataclass(frozen=True)
@@ -247,8 +242,7 @@ def _phrase_hashes(phrases: tuple[str, ...]) -> list[list[int]]:
 
 
 def phrase_begins(batch: WordFacts, phrases: tuple[str, ...], edges: np.ndarray) -> np.ndarray:
-    """bool [w]: whether one of `phrases` begins at a word, ignoring case and punctuation, and ends in the same document or line, which
-    have these `edges`."""
+    """bool [w]: whether one of `phrases`, without case and punctuation, begins at a word and ends in its segment."""
     words = batch.folded
     assert words is not None, "the words were not folded"
     left = np.repeat(edges[1:], np.diff(edges)) - np.arange(len(words))

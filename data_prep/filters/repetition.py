@@ -31,8 +31,7 @@ def shares(
     result = {n: np.zeros(count) for n in TOP + REPEATED}
     if not len(hashes):
         return result
-    before = np.zeros(len(hashes) + 1, np.int64)  # characters before each word
-    np.cumsum(characters, out=before[1:])
+    before = np.append(0, np.cumsum(characters, dtype=np.int64))  # characters before each word
     total = before[documents[1:]] - before[documents[:-1]]
     marked = hashes + np.repeat(mix64(np.arange(1, count + 1, dtype=np.uint64)), np.diff(documents))
     suspect = _screen(hashes, marked, before, documents, total, limits) & wanted

@@ -32,8 +32,7 @@ class DamagedArchive(BadInput):
 
 
 def names_and_size(path: str) -> tuple[set[str], int]:
-    """The names in a zip archive, and the unpacked bytes of the members that are read; nothing if it is damaged, which its reader
-    reports."""
+    """The names in a zip archive, and the unpacked bytes of the members that are read; nothing if it is damaged."""
     try:
         with open_regular(path) as file:
             infos = zipfile.ZipFile(file).infolist()

@@ -42,10 +42,8 @@ class _Unbounded:
 
 
 class Compression(NamedTuple):
-    """A compression: file suffix, pattern of the first bytes, input bytes per call (`feed`), and factory of
-    decompressors."""
+    """A compression: pattern of the first bytes, input bytes per call (`feed`), and factory of decompressors."""
 
-    suffix: str
     magic: re.Pattern[bytes]
     feed: int
     decompressor: Callable[[], Any]
@@ -53,18 +51,17 @@ class Compression(NamedTuple):
 
 # A decompression bomb costs at most 32 MB at a time: 1 KB of zstd, whose 4-byte blocks may unpack to 128 KiB, or 32 KB of gzip.
 COMPRESSIONS = {
-    "gz": Compression(
-        ".gz", re.compile(rb"\x1f\x8b"), 1 << 15, lambda: _Unbounded(zlib.decompressobj(wbits=31))
-    ),
-    "bz2": Compression(".bz2", re.compile(rb"BZh"), 1 << 17, bz2.BZ2Decompressor),
-    "xz": Compression(".xz", re.compile(rb"\xfd7zXZ\x00"), 1 << 17, partial(lzma.LZMADecompressor, memlimit=512 << 20)),
+    "gz": Compression(re.compile(rb"\x1f\x8b"), 1 << 15, lambda: _Unbounded(zlib.decompressobj(wbits=31))),
+    "bz2": Compression(re.compile(rb"BZh"), 1 << 17, bz2.BZ2Decompressor),
+    "xz": Compression(re.compile(rb"\xfd7zXZ\x00"), 1 << 17, partial(lzma.LZMADecompressor, memlimit=512 << 20)),
     # may begin with a skippable frame, as files of pzstd do
     "zst": Compression(
-        ".zst", re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), 1 << 10,
+        re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+        1 << 10,
         lambda: _Unbounded(zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()),
     ),
-}  # fmt: skip
-SUFFIXES = {kind.suffix: name for name, kind in COMPRESSIONS.items()}
+}
+SUFFIXES = {f".{name}": name for name in COMPRESSIONS}
 LONGEST_MAGIC = 6
 # the header of a bzip2 stream and the mark of its first block
 BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")

@@ -1,5 +1,4 @@
-"""Documents of a range of a file, in one pass: a file is opened as one or more streams, which splitters cut into
-documents.
+"""Documents of a range of a file, in one pass: it is opened as streams, which splitters cut into documents.
 
 Each document is returned once and in order for any division of the file: a range is read from a position where its first document
 can be recognised, and beyond its end until its last document is complete.
@@ -166,19 +165,14 @@ def _read_text(part: FileRange, options: ReadOptions, problems: Problems, folder
 
 
 def _chunks_from(part: FileRange, folder: str, begin: int) -> Iterator[bytes]:
-    """The unpacked text of a file from byte `begin` on."""
+    """The unpacked text of a file from byte `begin` on, 0 for a packed one without spools."""
     if part.index:
         return decompress.read_spools(folder, part.index, begin)
-    return decompress.read_chunks(part.path, start=begin)
+    return decompress.read_chunks(part.path, part.compression, begin)
 
 
 def _read_at(part: FileRange, folder: str, begin: int, size: int) -> bytes:
-    found = b""
-    for chunk in _chunks_from(part, folder, begin):
-        found += chunk
-        if len(found) >= size:
-            break
-    return found[:size]
+    return decompress.as_file(_chunks_from(part, folder, begin)).read(size)
 
 
 @lru_cache(maxsize=8)
@@ -186,16 +180,13 @@ def _no_text(file: FileRange, folder: str) -> frozenset[str]:
     """Namespaces of links without text, from the head of the dump that a range belongs to; the defaults if the head is
     damaged, which the first range reports."""
     try:
-        packed = file.compression and not file.index
-        chunks = decompress.read_chunks(file.path, file.compression) if packed else _chunks_from(file, folder, 0)
-        return mediawiki.read_head(chunks)[0]
+        return mediawiki.read_head(_chunks_from(file, folder, 0))[0]
     except BadInput:
         return mediawiki.NO_TEXT
 
 
 def _split(stream: Stream, head: bytes = b"", compression: str = "") -> Iterator[RawDocument]:
-    """Documents of a stream, whose format may not be known yet. `head`: the first bytes of its file, if it begins
-    later."""
+    """Documents of a stream of any format. `head`: the first bytes of its file, if the stream begins later."""
     problems, before = stream.problems, stream.problems.counts.total()
     first = next(stream.chunks, b"")
     if not first:

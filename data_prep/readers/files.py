@@ -61,8 +61,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def real_path(path: str) -> str:
-    """`path` with links resolved; a URL unchanged. Folders are cached: an input has millions of files in few
-    folders."""
+    """`path` with links resolved; a URL unchanged. Folders are cached, since millions of files are in few of them."""
     if storage.is_url(path):
         return path
     if os.path.islink(path):
@@ -96,8 +95,7 @@ def folder_of_input(item: str) -> str:
 
 
 class InputNotices:
-    """Counts of input files to tell the user about: skipped files that only describe data, and files of evaluation
-    splits."""
+    """Counts of files to tell the user about: skipped ones that only describe data, and those of evaluation splits."""
 
     SHOWN = 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from data_prep.readers.inline_templates import RAISED, by_name
+from data_prep.readers.inline_templates import RAISABLE, RAISED, by_name
 
 # most characters of a formula whose text is kept
 LONGEST = 200
@@ -27,7 +27,6 @@ _BELOW = re.compile(r"_ *\{([^{}\\]*)\}")
 _BAR = re.compile(r"\\bar *\{? *(\w) *\}?")
 _ROOT = re.compile(r"\\sqrt *\{([^{}\\]*)\}")
 _POWER = re.compile(r"\^ *(?:\{([^{}\\]*)\}|([^\s{}\\]))")
-_RAISABLE = re.compile(r"[0-9+\-−n]+")
 
 
 def _group(text: str) -> str:
@@ -36,7 +35,7 @@ def _group(text: str) -> str:
 
 def _power(match: re.Match[str]) -> str:
     exponent = (match[1] or match[2] or "").strip()
-    return exponent.translate(RAISED) if _RAISABLE.fullmatch(exponent) else f"^{_group(exponent)}"
+    return exponent.translate(RAISED) if RAISABLE.fullmatch(exponent) else f"^{_group(exponent)}"
 
 
 def _fraction(match: re.Match[str]) -> str:

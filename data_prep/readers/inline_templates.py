@@ -110,6 +110,7 @@ RANGES = by_name((
 POWERS = {"e3": "thousand ", "e6": "million ", "e9": "billion "}
 RAISED = str.maketrans("0123456789+-−n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻ⁿ")
 LOWERED = str.maketrans("0123456789+-−", "₀₁₂₃₄₅₆₇₈₉₊₋₋")
+RAISABLE = re.compile(r"[0-9+\-−n]+")
 
 
 def expand_call(call: str) -> str | None:
@@ -288,7 +289,7 @@ FUNCTIONS: dict[str, Function] = by_name(
         (_with_reading, "nihongo|nihongo3|japonais|読み仮名|korean|chinese"),
         (_named_values, "zh|zh-cn|ko-hhrm"),
         (_chemistry, "chem|fchim"),
-        (lambda v, _: v[0].translate(RAISED) if re.fullmatch(r"[0-9+\-−n]+", v[0]) else v[0], "sup|exp"),
+        (lambda v, _: v[0].translate(RAISED) if RAISABLE.fullmatch(v[0]) else v[0], "sup|exp"),
         (lambda v, _: " ".join(v[:2]), "bibleref"),
         (lambda v, _: f"{v[0]} [O.S. {v[2]}] {v[1]}" if len(v) == 3 else None, "oldstyledate|oldstyledatedy"),
         (lambda v, _: f"{v[0]}-class {v[1]}" if len(v) > 1 else None, "sclass|sclass2|sclass-"),

@@ -33,8 +33,7 @@ DISAMBIGUATION_TITLE = re.compile(rf"\((?:disambiguation|значения|{_DISA
 
 
 def split_mediawiki(stream: Stream) -> Iterator[tuple[int, str]]:
-    """The prose of each article. Redirects, pages of other namespaces, disambiguation pages and pages without prose are dropped and
-    counted."""
+    """The prose of each article. Pages that are no articles, or have no prose, are dropped and counted."""
     no_text, problems = stream.no_text, stream.problems
     if no_text is None:
         no_text, stream.chunks = read_head(stream.chunks)
@@ -105,7 +104,5 @@ def _dropped_by(page: dict[str, str]) -> str:
         return REDIRECT
     if page.get("model", "").strip() not in ("", "wikitext"):
         return OTHER_MODEL
-    is_list = (
-        "__DISAMBIG__" in text or DISAMBIGUATION_TITLE.search(page.get("title", "")) or IS_DISAMBIGUATION.search(text)
-    )
-    return DISAMBIGUATION if is_list else ""
+    is_list = DISAMBIGUATION_TITLE.search(page.get("title", "")) or IS_DISAMBIGUATION.search(text)
+    return DISAMBIGUATION if is_list or "__DISAMBIG__" in text else ""

@@ -150,8 +150,7 @@ def _is_list(type_: Any) -> bool:
 
 
 def _values(column: Any, path: list[str]) -> list[bytes | None]:
-    """Texts of the nested field `path` in an Arrow array, as bytes; those of a list are joined. Validates offsets, not
-    UTF-8."""
+    """Texts of the field `path` in an Arrow array, as bytes; those of a list joined. Validates offsets, not UTF-8."""
     import pyarrow
     import pyarrow.compute as compute
     import pyarrow.types as types

@@ -190,9 +190,7 @@ def _uncut_size(part: FileRange) -> float:
     """Bytes of text of a file of UNCUT, estimated for a compressed one; 0 for others."""
     if part.format not in UNCUT or not part.opened:
         return 0.0
-    if part.format == "zip":
-        return archives.names_and_size(part.path)[1]
-    return part.size * (_ratio(part) if part.compression else 1)
+    return part.size * (_ratio(part) if _is_packed(part) else 1)
 
 
 def _refuse_large(parts: Sequence[FileRange], size: float, weight: float) -> None:
@@ -223,15 +221,17 @@ def group(ranges: Sequence[RangeList]) -> list[ReadTask]:
 
 
 def _weight(part: FileRange) -> int:
-    grows = part.format in ("parquet", "zip") or (part.compression and not part.index)
-    return part.size * (EXPANSION if grows else 1)
+    return part.size * (EXPANSION if _is_packed(part) else 1)
+
+
+def _is_packed(part: FileRange) -> bool:
+    """Whether a range has more bytes of text than of its file."""
+    return part.format in ("parquet", "zip") or bool(part.compression and not part.index)
 
 
 def unpacked_bytes(tasks: Sequence[ReadTask]) -> int:
     """Unpacked bytes of the files of tasks, by the ratio of the first bytes of some compressed ones."""
-    ranges = (part for task in tasks for part in task.ranges)
-    grows = ("parquet", "zip")
-    packed = RangeList(part for part in ranges if not part.index and (part.compression or part.format in grows))
+    packed = RangeList(part for task in tasks for part in task.ranges if _is_packed(part))
     size = sum(task.size for task in tasks)
     if not packed:
         return size

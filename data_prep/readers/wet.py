@@ -15,8 +15,7 @@ TYPES = ("warcinfo", "response", "request", "metadata", "resource", "revisit", "
 
 
 def split_wet(stream: Stream) -> Iterator[Slice]:
-    """The content of each record of type `conversion`, Content-Length bytes long. Records of other types are counted
-    and dropped."""
+    """The content of each record of type `conversion`. Records of other types are counted and dropped."""
     file, offset, lost = as_file(stream.chunks), 0, 0
     while True:
         line = file.readline(HEAD)

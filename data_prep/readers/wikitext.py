@@ -14,7 +14,7 @@ from collections import Counter
 
 from data_prep.readers import formulas, inline_templates
 from data_prep.readers.formulas import formula
-from data_prep.readers.inline_templates import LOWERED, RAISED
+from data_prep.readers.inline_templates import LOWERED, RAISABLE, RAISED
 from data_prep.text import sentences
 from data_prep.text.clean import unescape
 from megabert.data.text import CLOSING, GLUED_END, INVISIBLE, SCRIPT_TERMINALS, writes_without_spaces
@@ -29,7 +29,6 @@ GAPS = {"\1": UNKNOWN_TEMPLATE, "\2": NO_FORMULA}
 TEMPLATE_GAP, FORMULA_GAP = GAPS
 GAP = re.compile("[\1\2]")
 SOUND = re.compile(r"ipa(?:-[\w-]+)?\s*\|([^|]*)", re.IGNORECASE)
-NUMBER = re.compile(r"[0-9+\-−n]+")
 
 # Tags that are dropped with their content; unpaired ones are dropped alone.
 OPAQUE = (
@@ -130,7 +129,7 @@ def _script(match: re.Match[str]) -> str:
     (101₂, H2O)."""
     text, behind_digit = match[2], match.string[max(match.start() - 1, 0)].isdigit()
     is_raised = match[1].lower() == "sup"
-    if not NUMBER.fullmatch(text):
+    if not RAISABLE.fullmatch(text):
         return f"^{text}" if is_raised and behind_digit and text[0].isdigit() else text
     if is_raised:
         return text.translate(RAISED)
@@ -144,25 +143,21 @@ def _without_extensions(text: str) -> str:
     """
     if "<" not in text:
         return text
-    tags = list(EXTENSION.finditer(text))
-    last_end: dict[str, int] = {}
-    for match in tags:
-        if match[0] == "-->" or match[1]:
-            last_end[(match[2] or "!").lower()] = match.start()
+    # (tag, its name, whether it closes); a comment has the name "!"
+    tags = [(tag, (tag[2] or "!").lower(), tag[0] == "-->" or bool(tag[1])) for tag in EXTENSION.finditer(text)]
+    last_end = {name: tag.start() for tag, name, closes in tags if closes}
     out: list[str] = []
-    at, opening = 0, None  # the open tag
-    for match in tags:
-        name = (match[2] or "!").lower()
-        closes = match[0] == "-->" or bool(match[1])
-        if opening:
-            if closes and name == (opening[2] or "!").lower():
-                out.append(_content(name, opening[3] or "", text, at, match.start()))
-                at, opening = match.end(), None
+    at, opened, attributes = 0, "", ""  # of the open tag
+    for tag, name, closes in tags:
+        if opened:
+            if closes and name == opened:
+                out.append(_content(name, attributes, text, at, tag.start()))
+                at, opened = tag.end(), ""
             continue
-        out.append(text[at : match.start()])
-        at = match.end()
-        if not closes and not (match[3] or "").endswith("/") and last_end.get(name, -1) > match.start():
-            opening = match
+        out.append(text[at : tag.start()])
+        at = tag.end()
+        if not closes and not (tag[3] or "").endswith("/") and last_end.get(name, -1) > tag.start():
+            opened, attributes = name, tag[3] or ""
     out.append(text[at:])
     return "".join(out)
 

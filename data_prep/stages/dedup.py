@@ -179,8 +179,7 @@ def mask_documents(job: BuildJob, item: TaskMask) -> ItemResult:
         places = _find_dropped(job, item.task, kind, ranges)
         places = places[keep[places]]
         keep[places] = False
-        sentences, tokens = (int(table[places][unit].sum()) for unit in ("sentences", "tokens"))
-        result.drop(REASONS[kind], len(places), sentences, tokens)
+        result.drop(REASONS[kind], table[places])
     work_files.write(job, f"keep-{item.task:07d}.mask", np.repeat(keep, table["sentences"]), result)
     if "paragraphs" in job.options.dedup:
         hashes = work_files.read(job, f"read-{item.task:07d}.paragraphs", PARAGRAPH)["hash"]
@@ -207,7 +206,8 @@ def mask_paragraphs(job: BuildJob, item: TaskMask) -> ItemResult:
     document = np.repeat(np.arange(len(table)), table["sentences"])
     had, has = (np.bincount(document[mask], minlength=len(table)) > 0 for mask in (before, after))
     dropped = before & ~after
-    result.drop(ONLY_REPEATED, int((had & ~has).sum()), 0, 0)
+    if emptied := int((had & ~has).sum()):
+        result.dropped[ONLY_REPEATED] += emptied
     result.counts["repeated paragraphs"] += int(repeated.sum())
     result.counts["dropped sentences"] += int(dropped.sum())
     result.counts["dropped tokens"] += int(lengths[dropped].sum())

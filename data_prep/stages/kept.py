@@ -1,7 +1,6 @@
 """Documents that reading kept: their records, their numbers, and how later stages load them.
 
-A document's number is its task's number << TASK_SHIFT | its index among the task's kept documents; likewise for
-paragraphs.
+The number of a document or paragraph is its task's number << TASK_SHIFT | its index among those that the task kept.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from data_prep.executor import work_files
 from data_prep.executor.work_files import BuildJob
 from data_prep.tokens.encoder import Encoded
 
-# a number is task << TASK_SHIFT | index
 TASK_SHIFT = 32
 # bytes of text in a unit, within which random sentences are drawn
 UNIT_BYTES = 8 << 20

@@ -24,8 +24,7 @@ from megabert.data.text import NO_SPACES, Form, clean_word, writes_without_space
 _UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
 UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
-# values in a signature. With 128, pairs of similarity 0.33, such as stubs ("X may refer to:"), often exceed a
-# threshold of 0.45
+# values in a signature; with 128, pairs of similarity 0.33 (stubs: "X may refer to:") often exceed a threshold of 0.45
 PERMUTATIONS = 256
 # values in a band; fewer make too many false candidates in a large corpus, more miss copies
 ROWS = 4
@@ -48,8 +47,7 @@ class Units(NamedTuple):
 def units(batch: DocumentBatch, documents: Sequence[Sequence[str]], form: Form = "NFC") -> Units:
     """The units of a batch with the paragraphs `documents`; `form`: as of `clean_word`.
 
-    Only documents with words in a script without spaces are read again; their words in other scripts have the same hashes as in
-    other documents.
+    Only documents with words in a script without spaces are read again; hashes of words in other scripts stay the same.
     """
     edges, left = batch.words.documents, np.diff(batch.words.paragraphs) > 0
     of_words = Units(np.ascontiguousarray(batch.words.facts["hash"]), np.zeros(edges[-1], bool), edges)
@@ -70,8 +68,7 @@ def units(batch: DocumentBatch, documents: Sequence[Sequence[str]], form: Form =
 def shingles(units: Units, words: int, characters: int) -> tuple[np.ndarray, np.ndarray]:
     """(uint64 [s], int64 [d + 1]): hashes of the runs of units, and their edges by document.
 
-    A run that begins with a word has `words` units, with a character `characters`. A document too short for a run is one shingle,
-    an empty one none.
+    A run from a word on has `words` units, from a character on `characters`; a shorter document is one, no units none.
     """
     count = len(units.hashes)
     lengths = np.diff(units.documents)

@@ -18,16 +18,14 @@ from data_prep.stages.kept import KeptDocuments
 from data_prep.tokens.encoder import Encoded
 from megabert.common.logs import log
 
-# whole documents are held out only if at least FEWEST_DOCUMENTS are, with --held-out's share of tokens up to a factor
-# of MAX_DEVIATION
+# whole documents are held out only if at least so many are, with --held-out's share of tokens up to this factor
 FEWEST_DOCUMENTS, MAX_DEVIATION = 5, 2
 # tokens of a passage; fewer, down to LEAST, if a passage would exceed the share
 TOKENS, LEAST = 1024, 128
 
 
 def needs_passages(share: float, read: ItemResult) -> bool:
-    """Whether to hold out passages instead of documents: whole documents would be too few, or miss `share` by too
-    much. `read`: totals of reading."""
+    """Whether held-out documents would be too few, or miss `share` by too much. `read`: totals of reading."""
     asked = share * (read.counts["tokens read"] - read.counts["dropped tokens"])
     fits = asked / MAX_DEVIATION <= read.counts["held-out tokens"] <= asked * MAX_DEVIATION
     return share > 0 and not (fits and read.counts["held-out documents"] >= FEWEST_DOCUMENTS)

@@ -85,7 +85,7 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
 @lru_cache(maxsize=1)
 def _shared_encoder(job: BuildJob) -> tuple[WordEncoder, SharedWords]:
     """The encoder with its cache of words, and the words shared with other workers, of the process."""
-    folded, with_texts = job.needs_folded(), job.needs_texts()
+    folded, with_texts = job.needs_folded(), job.options.save_text or bool(job.options.custom_filters)
     encoder = WordEncoder(job_tokenizer(job), work_files.id_dtype(job), folded, with_texts)
     key = f"{job.tokenizer_sha256[:16]}-{folded:d}{with_texts:d}"
     return encoder, SharedWords(job.work, key)
@@ -228,9 +228,7 @@ class _TaskFiles:
                 reasons += [reason] * (reason not in reasons)
                 codes[i] = reasons.index(reason)
         for code in np.unique(codes[codes != 0]).tolist():
-            of_reason = table[codes == code]
-            sentences, tokens = (int(of_reason[unit].sum()) for unit in ("sentences", "tokens"))
-            self._result.drop(reasons[code], len(of_reason), sentences, tokens)
+            self._result.drop(reasons[code], table[codes == code])
         return codes == 0
 
     def _write_keys(

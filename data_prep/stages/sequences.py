@@ -185,7 +185,7 @@ def _held_unit(job: BuildJob, parts: tuple[KeptDocuments, ...], result: ItemResu
 
     Documents that are partly in the training data are counted there.
     """
-    units, sources, counts = [], [np.zeros(0, np.uint8)], result.counts
+    units, sources, counts = [], [], result.counts
     for part in parts:
         for table, unit in part.load(job):
             segments = passages.split(job, table, unit)
@@ -197,7 +197,8 @@ def _held_unit(job: BuildJob, parts: tuple[KeptDocuments, ...], result: ItemResu
             counts["passages"] += int(held.sum())
             counts["sentences"] += int(segments.sentences[held].sum())
             counts["bytes"] += int(segments.bytes[held].sum())
-    joined = Encoded.join(units, id_dtype(job))
+    arrays = ([unit.tokens, unit.sentence_lengths, unit.document_sizes] for unit in units)
+    joined = Encoded(*map(np.concatenate, zip(*arrays, strict=True)))
     return [joined] if len(joined.tokens) else [], np.concatenate(sources)
 
 
@@ -215,8 +216,7 @@ def _choose(job: BuildJob, seq_len: int, unit: Encoded, rng: np.random.Generator
 class SequenceSpans:
     """n sequences: half-open token ranges of A and B, int64 [n, 4]; label int8 [n]: 0 next, 1 random, -1 no B.
 
-    Every token is in one A or one true B before truncation: sum of spans = tokens + borrowed - truncated. `borrowed`: tokens of
-    random Bs before truncation.
+    Before truncation every token is in one A or one true B: sum of spans = tokens + borrowed by random Bs - truncated.
     """
 
     spans: np.ndarray
@@ -240,8 +240,7 @@ def sentence_pairs(encoded: Encoded, capacity: int, short_share: float, rng: np.
     Then the longer of A and B loses tokens, at its front or end with equal probability, until both fit. The target is drawn for
     each sequence, not once a document, so that a long document never becomes thousands of short sequences.
 
-    B of a random pair comes from another document of `encoded`. A single document is treated as two halves; if it is a single
-    sentence, B is that sentence again.
+    B of a random pair is of another document of `encoded`; of a single one, of its other half, or its only sentence.
     """
     # of documents, in sentences
     edges = [0, *np.cumsum(encoded.document_sizes[encoded.document_sizes > 0]).tolist()]
@@ -394,8 +393,7 @@ def _ends_clause(token: str) -> bool:
 
 
 def check_totals(drawn: ItemResult, seq_len: int) -> None:
-    """Raises TooLittleText if the training sequences fill no row; warns if most pairs are random or many tokens are
-    truncated. `drawn`: their totals."""
+    """Raises TooLittleText if sequences of these totals fill no row; warns of many random pairs or truncated tokens."""
     c = drawn.counts
     if c["tokens"] < seq_len:
         raise TooLittleText(

@@ -103,10 +103,9 @@ def merge(job: BuildJob, item: Merge) -> ItemResult:
 
 def _open(job: BuildJob, split: RowSplit, first: int, runs: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """(SEQUENCE records, ids) of runs of a split."""
-    names = [split.run(run) for run in range(first, first + runs)]
     return [
         (work_files.mapped(job, f"{name}.meta", SEQUENCE), work_files.mapped(job, f"{name}.ids", id_dtype(job)))
-        for name in names
+        for name in map(split.run, range(first, first + runs))
     ]
 
 

@@ -45,8 +45,7 @@ def write(
 
 
 def run(stages: Stages, job: BuildJob, kept: list[KeptDocuments]) -> None:
-    """Write the documents of all tasks and BY_SOURCE to the output; deletes stale parts of a build resumed with
-    changed input."""
+    """Write the documents of all tasks and BY_SOURCE to the output; deletes parts that a changed input made stale."""
     folder = Path(job.output, FOLDER)
     folder.mkdir(exist_ok=True)
     saved = stages.map("texts", save, job, kept)

@@ -202,8 +202,7 @@ def _without_lines(documents: list[list[str]], job: BuildJob) -> tuple[list[list
 
 
 def _custom_filter_reason(document: CleanDocument, job: BuildJob) -> str:
-    """The reason for which one of the user's own filters drops a document, or "". Reading shows them neither empty ones nor those
-    that rules drop."""
+    """Why a filter of the user drops a document, or ""; as in reading it sees none that is empty or breaks rules."""
     options, left = job.options, document.paragraphs
     if options.rules:
         (left,), words = _without_lines([left], job)
@@ -243,8 +242,7 @@ def train_files(lines: list[str], options: BuildOptions) -> dict[str, bytes]:
 def train(lines: list[str], options: BuildOptions) -> bytes:
     """Bytes of a SentencePiece model with the five special tokens at ids 0 to 4; for WordPiece a BPE model.
 
-    Raises BadInput if there is too little text for `vocab_size`, naming the largest possible size, or if it has more distinct
-    characters.
+    Raises BadInput for too little text for `vocab_size`, naming the largest possible size, and for too many characters.
     """
     model = io.BytesIO()
     if not lines:

@@ -41,8 +41,7 @@ class PackedFile:
 
 
 def run(stages: Stages, job: BuildJob, ranges: Sequence[RangeList]) -> Sequence[RangeList]:
-    """Unpack the files marked `unpack_first`; returns `ranges` with each of them replaced by ranges of its text. Writes
-    stream-INDEX.index for each."""
+    """Unpack the files marked `unpack_first`, writing stream-INDEX.index; returns `ranges` with those of their text."""
     numbered = enumerate(chain.from_iterable(ranges))
     packed = [PackedFile(index, file) for index, file in numbered if file.unpack_first]
     # Unpacked text is kept for other options: those used by unpacking, such as the format, are in the items.

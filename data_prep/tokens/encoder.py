@@ -10,14 +10,14 @@ Legend: w words, t tokens, s sentences, p paragraphs, d documents.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_prep.common.arrays import segment_counts, segment_sums
+from data_prep.common.arrays import range_indices, segment_counts, segment_sums
 from data_prep.common.errors import BadInput
 from data_prep.filters.measures import FACTS, WordFacts, describe_words, fold
 from data_prep.text import sentences
@@ -29,8 +29,7 @@ from megabert.data.tokenizer import Tokenizer
 MAX_WORDS = 2_000_000
 # tokens of all those words, with 32-bit indices
 MAX_TOKENS = 1 << 25
-# Prefix of the first word of a document, if the tokenizer encodes it differently from the same word after a space. Cleaned text does
-# not contain this character.
+# Prefix of a document's first word, if the tokenizer encodes it unlike the same word after a space; in no cleaned text.
 FIRST = "\x02"
 
 
@@ -47,24 +46,12 @@ class Encoded:
     document_sizes: np.ndarray
     texts: pa.StringArray | pa.LargeStringArray | None = None
 
-    @staticmethod
-    def none(dtype: np.dtype) -> Encoded:
-        return Encoded(np.zeros(0, dtype), np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-    @staticmethod
-    def join(parts: list[Encoded], dtype: np.dtype) -> Encoded:
-        parts = [Encoded.none(dtype), *parts]
-        arrays = ([part.tokens, part.sentence_lengths, part.document_sizes] for part in parts)
-        return Encoded(*map(np.concatenate, zip(*arrays, strict=True)))
-
     def select(self, keep: np.ndarray) -> Encoded:
         """The documents where the bool array `keep` [d] is true, in order."""
         if keep.all():
             return self
-        keep_sentence = np.repeat(keep, self.document_sizes)
-        keep_token = np.repeat(keep_sentence, self.sentence_lengths)
-        lengths, sizes = self.sentence_lengths[keep_sentence], self.document_sizes[keep]
-        return Encoded(self.tokens[keep_token], lengths, sizes, self._texts_where(keep_sentence))
+        left = self.select_sentences(np.repeat(keep, self.document_sizes))
+        return replace(left, document_sizes=self.document_sizes[keep])
 
     def select_sentences(self, keep: np.ndarray) -> Encoded:
         """The sentences where the bool array `keep` [s] is true; a document without any left has size 0."""
@@ -73,10 +60,8 @@ class Encoded:
         document = np.repeat(np.arange(len(self.document_sizes)), self.document_sizes)
         sizes = np.bincount(document[keep], minlength=len(self.document_sizes)).astype(np.int64)
         tokens = self.tokens[np.repeat(keep, self.sentence_lengths)]
-        return Encoded(tokens, self.sentence_lengths[keep], sizes, self._texts_where(keep))
-
-    def _texts_where(self, keep: np.ndarray) -> pa.StringArray | pa.LargeStringArray | None:
-        return None if self.texts is None else self.texts.filter(pa.array(keep))
+        texts = None if self.texts is None else self.texts.filter(pa.array(keep))
+        return Encoded(tokens, self.sentence_lengths[keep], sizes, texts)
 
     def document_texts(self) -> list[str]:
         """The text of each document: cleaned words with a space between, a blank line between paragraphs."""
@@ -87,9 +72,7 @@ class Encoded:
 
     def document_tokens(self) -> np.ndarray:
         """int64 [d]: tokens of each document."""
-        ends = np.concatenate([[0], np.cumsum(self.sentence_lengths)])
-        edges = np.concatenate([[0], np.cumsum(self.document_sizes)])
-        return ends[edges[1:]] - ends[edges[:-1]]
+        return segment_sums(self.sentence_lengths, np.append(0, np.cumsum(self.document_sizes)))
 
 
 @dataclass
@@ -121,8 +104,7 @@ class DocumentBatch:
 
 
 def word_facts(documents: list[list[str]], folded: bool = False, form: Form = "NFC") -> WordFacts:
-    """Facts of the words of a few documents, each a list of paragraphs, without a cache; `folded`: also folded words; `form`: as of
-    `clean_word`."""
+    """Facts of the words of a few documents, each a list of paragraphs, without a cache; `form`: as of `clean_word`."""
     words: list[str] = []
     ends, edges = [0], [0]
     for paragraphs in documents:
@@ -184,8 +166,7 @@ class WordEncoder:
         self.pending += sum(map(len, paragraphs))
 
     def _split(self) -> tuple[np.ndarray, np.ndarray, pa.StringArray | None]:
-        """Word numbers int64 [w] of all waiting documents, the word offsets int64 [p + 1] of their paragraphs, and with `texts` the
-        cleaned words."""
+        """Numbers int64 [w] of the waiting words, edges int64 [p + 1] of paragraphs, cleaned words with `texts`."""
         lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
         encoded = lists.flatten().dictionary_encode()
         # place: index of each word among the distinct ones
@@ -221,8 +202,13 @@ class WordEncoder:
         first, last = self._numbers.size - len(words.rows), self._numbers.size
         while last > len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+        used, self._used = self._used, self._used + len(words.tokens)
+        while self._used > len(self._flat):
+            self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
+        self._flat[used : self._used] = words.tokens
+        lengths = words.rows["length"]
         self._table[first:last] = words.rows
-        self._table["start"][first:last] = self._place(words.tokens, words.rows["length"])
+        self._table["start"][first:last] = used + np.cumsum(lengths) - lengths
         if words.folded is not None:
             if len(self._folded) < len(self._table):
                 self._folded = np.resize(self._folded, len(self._table))
@@ -238,14 +224,6 @@ class WordEncoder:
         """The words encoded since the last call that occurred more than once in their documents."""
         new, self._new_words = self._new_words, []
         return EncodedWords.join(new) if new else None
-
-    def _place(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Append the tokens of words of these lengths. Returns the start of each word."""
-        while self._used + len(tokens) > len(self._flat):
-            self._flat = np.concatenate([self._flat, np.zeros_like(self._flat)])
-        self._flat[self._used : self._used + len(tokens)] = tokens
-        self._used += len(tokens)
-        return self._used - len(tokens) + np.cumsum(lengths) - lengths
 
     def _encode_words(self, hashes: np.ndarray, new: list[str]) -> EncodedWords:
         """Encode words that are not in the cache."""
@@ -304,27 +282,18 @@ class WordEncoder:
             facts[name] = self._table["facts"][name][numbers]
         folded = self._folded[numbers] if self.folded else None
         words = WordFacts(facts, documents, paragraphs, folded)
-        if not len(numbers):
-            none = Encoded.none(self.dtype)
-            none.document_sizes = np.zeros(len(documents) - 1, np.int64)
-            none.texts = cleaned
-            unspaced = np.zeros(len(documents) - 1, bool)
-            return DocumentBatch(words, none, np.zeros(len(paragraphs) - 1, np.int64), unspaced)
         begins = np.zeros(len(numbers) + 1, bool)  # a sentence begins at this word
         begins[paragraphs] = True
         kinds = self._table["starts"][numbers]
         begins[1:-1] |= self._sentence_begins(numbers, kinds, documents)
-        sentence_words = np.flatnonzero(begins[:-1])  # first word of each sentence
+        edges = np.flatnonzero(begins)  # of sentences, in words
         word_lengths = self._table["length"][numbers]
-        sentence_lengths = np.add.reduceat(word_lengths, sentence_words, dtype=np.int64)
+        sentence_lengths = segment_sums(word_lengths, edges)
         kept = sentence_lengths > 0  # words of only invisible characters have no token
-        sizes = segment_counts(sentence_words[kept], documents)
-        paragraph_sizes = segment_counts(sentence_words[kept], paragraphs)
-        starts = self._table["start"][numbers]
-        source = np.repeat(starts - (np.cumsum(word_lengths, dtype=np.int32) - word_lengths), word_lengths)
-        source += np.arange(len(source), dtype=np.int32)
-        tokens = self._flat[source]
-        texts = None if cleaned is None else _sentence_texts(cleaned, sentence_words, kept, paragraph_sizes)
+        sizes = segment_counts(edges[:-1][kept], documents)
+        paragraph_sizes = segment_counts(edges[:-1][kept], paragraphs)
+        tokens = self._flat[range_indices(self._table["start"][numbers], word_lengths, np.int32)]
+        texts = None if cleaned is None else _sentence_texts(cleaned, edges, kept, paragraph_sizes)
         encoded = Encoded(tokens, sentence_lengths[kept], sizes, texts)
         unspaced = segment_counts(np.flatnonzero(kinds & sentences.UNSPACED), documents) > 0
         return DocumentBatch(words, encoded, paragraph_sizes, unspaced)
@@ -344,11 +313,11 @@ def _slices(word: str) -> list[str]:
 
 
 def _sentence_texts(
-    words: pa.StringArray, first_words: np.ndarray, kept: np.ndarray, paragraph_sizes: np.ndarray
+    words: pa.StringArray, edges: np.ndarray, kept: np.ndarray, paragraph_sizes: np.ndarray
 ) -> pa.StringArray:
     """The text of each kept sentence, followed by a space, or by a blank line at the end of its paragraph."""
-    edges = pa.array(np.append(first_words, len(words)).astype(np.int32))
-    texts = pc.binary_join(pa.ListArray.from_arrays(edges, words), " ").filter(pa.array(kept))
+    lists = pa.ListArray.from_arrays(pa.array(edges.astype(np.int32)), words)
+    texts = pc.binary_join(lists, " ").filter(pa.array(kept))
     last = np.zeros(len(texts), bool)
     last[np.cumsum(paragraph_sizes)[paragraph_sizes > 0] - 1] = True
     return pc.binary_join_element_wise(texts, pc.if_else(pa.array(last), "\n\n", " "), "")

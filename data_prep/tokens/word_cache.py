@@ -4,10 +4,9 @@
 more CPU (30 MB of Wikipedia, 1 and 2 workers). With a million words in the cache a looked-up word gets the number of another one
 with a probability of 10^-13.
 
-Encoding a word takes five times as long as reading its tokens from another worker's file. A worker writes the new words of a task
-into the work folder, and reads those of other workers before its next task. Words that occurred only once are not shared: most new
-words are of this kind and hardly ever occur again, and together they would fill every worker's cache. The contents of a cache do
-not affect the output.
+Encoding a word takes five times as long as reading its tokens from another worker's file. A worker writes a task's new
+words into the work folder, and reads those of others before its next task. Words that occurred once are not shared:
+most new words are such, hardly ever occur again, and would fill every cache. A cache does not affect the output.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ FIXED = ("batch.global_size", "optimizer.name", "precision", "seed")
 FIXED_IN_PHASE = ("batch.global_size", "model.rope_theta", "model.local_rope_theta")
 # Fields of the model section that may change; all others are fixed.
 FREE = ("dropout", "attention_dropout", "activation_checkpointing", "zero_init", "neighbour_heads", "frequency_bias")
-# May change during a run, except to or from "causal".
-STRATEGY = "data.masking.strategy"
+STRATEGY = "data.masking.strategy"  # may change during a run, except to or from "causal"
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ partitions into 512 has one or two entries. A tensor in a file is one slice, `<k
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import stat
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from megabert.common.chain import SEAL
 from megabert.common.errors import with_retries
-from megabert.common.files import refuse_newer, sealed, write_tensors
+from megabert.common.files import hash_file, refuse_newer, sealed, write_tensors
 from megabert.distributed.ranks import World
 from megabert.engine.zero_layout import WEIGHT, ParameterSlice, Snapshot
 from megabert.optim.guarded import MOMENTS as OPTIMIZER_MOMENTS
@@ -35,10 +34,8 @@ MANIFEST = "manifest.json"
 # A rank writes one file per group of tensors; GROUPS has the group of each kind of tensor.
 WEIGHTS, MOMENTS = "weights", "moments"
 GROUPS = {WEIGHT: WEIGHTS} | dict.fromkeys(OPTIMIZER_MOMENTS, MOMENTS)
-# (parameter, first element, number of elements)
-Slice = tuple[str, int, int]
-# Approximate number of elements in one all-reduce.
-BUCKET = 25_000_000
+Slice = tuple[str, int, int]  # (parameter, first element, number of elements)
+BUCKET = 25_000_000  # approximate number of elements in one all-reduce
 
 
 # -- manifest ---------------------------------------------------------------------------------------------------------
@@ -171,9 +168,7 @@ def verify_files(path: Path, entries: Iterable[tuple[str, Mapping[str, Any]]]) -
         file = _plain(path / name)
         if file.stat().st_size != entry["bytes"]:
             raise DamagedCheckpoint(f"{path.name}/{name} has {file.stat().st_size} bytes, not {entry['bytes']}")
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        if digest != entry["sha256"]:
+        if hash_file(file) != entry["sha256"]:
             raise DamagedCheckpoint(f"{path.name}/{name}: its SHA-256 differs from the manifest's")
 
 

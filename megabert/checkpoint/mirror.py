@@ -36,8 +36,7 @@ from megabert.distributed.ranks import World, on_main_long
 
 # files of the run folder that are not part of the run
 NOT_MIRRORED = re.compile(r"\..*|.*\.tmp|hang-.*|slow-ranks\.json")
-# as in `run_lock`, for a store that answers slowly
-BEAT, LIMIT, POLL = 10.0, 90.0, 1.0
+BEAT, LIMIT, POLL = 10.0, 90.0, 1.0  # as in `run_lock`, for a store that answers slowly
 
 
 def open_mirror(
@@ -73,12 +72,10 @@ class Mirror:
         self.settings, self.run_dir = settings, run_dir
         self._progress, self._uploaded_in = progress, uploaded
         self.lock = MirrorLock(self.url)
-        # manifests of the checkpoints that are complete in the store, by name
-        self._there: dict[str, bytes] = {}
+        self._there: dict[str, bytes] = {}  # manifests of the checkpoints that are complete in the store, by name
         self._changed, self._ending = threading.Event(), False
         self._problem: Exception | None = None
-        # parts of files that this process has sent
-        self._parts = 0
+        self._parts = 0  # parts of files that this process has sent
         self._thread: threading.Thread | None = None
 
     # -- downloading -------------------------------------------------------------------------------------------------
@@ -144,10 +141,9 @@ class Mirror:
         """Raises ValueError if the first checkpoint of the run there is not that of the run here."""
         here, there = self.run_dir / "checkpoints" / chain.FILE, f"checkpoints/{chain.FILE}"
         if here.is_file() and there in files:
-            first = [
-                text.partition(b"\n")[0] for text in (here.read_bytes(), storage.read(storage.join(self.url, there)))
-            ]
-            if all(first) and first[0] != first[1]:
+            texts = here.read_bytes(), storage.read(storage.join(self.url, there))
+            ours, theirs = (text.partition(b"\n")[0] for text in texts)
+            if ours and theirs and ours != theirs:
                 raise ValueError(
                     f"checkpoint.mirror={self.url}: holds a different run than {self.run_dir}; set another URL"
                 )
@@ -244,9 +240,10 @@ class Mirror:
             self._there[step] = manifest
         if not uploaded:  # else they were with the checkpoint
             self._upload_others()
-        if not any(step in self._there for step in here):
+        manifests = [self._there[step] for step in here if step in self._there]
+        if not manifests:
             return
-        newest = json.loads(next(self._there[step] for step in here if step in self._there))["state"]
+        newest = json.loads(manifests[0])["state"]
         names = {match[1] for match in map(STEP.fullmatch, files) if match} | (self._there.keys() & set(here))
         steps = sorted((int(name.removeprefix("step-")) for name in names), reverse=True)
         for number in obsolete_steps(steps, newest["step"], self.settings, {newest.get("best_step")}):
@@ -274,11 +271,8 @@ class Mirror:
 
     def _upload_others(self) -> None:
         self.lock.check()
-        for path in [
-            *self.run_dir.iterdir(),
-            *self.run_dir.glob("checkpoints/*.json*"),
-            *self.run_dir.glob("tensorboard/*"),
-        ]:
+        run = self.run_dir
+        for path in [*run.iterdir(), *run.glob("checkpoints/*.json*"), *run.glob("tensorboard/*")]:
             if path.is_file() and not path.is_symlink() and not NOT_MIRRORED.fullmatch(path.name):
                 self._put(path)
 
@@ -305,8 +299,7 @@ class MirrorLock:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # 0: not taken
-        self._number = 0
+        self._number = 0  # 0: not taken
         self._owner = this_process()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="mirror's lock", daemon=True)

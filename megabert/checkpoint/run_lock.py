@@ -28,16 +28,12 @@ from megabert.common.logs import log, write_notice
 from megabert.common.processes import pid_namespace, read_start_time
 from megabert.distributed.ranks import World, on_every_rank, on_main
 
-# Seconds between renewals of the owner's file.
-BEAT = 5.0
-# Seconds without a change of its file after which an owner has ended.
-LIMIT = 30.0
-# A waiting job gives up after it has seen the owner renew its file so many times.
-RENEWALS = 2
+BEAT = 5.0  # seconds between renewals of the owner's file
+LIMIT = 30.0  # seconds without a change of its file after which an owner has ended
+RENEWALS = 2  # renewals of the owner's file after which a waiting job gives up
 # Seconds after which every node must see the owner's file; NFS may hide a new folder for 30 s from a node that looked before.
 SHARED = 40.0
-# Polling interval of the waiting job, in seconds.
-POLL = 0.2
+POLL = 0.2  # polling interval of the waiting job, in seconds
 
 
 @dataclass(frozen=True)
@@ -46,13 +42,10 @@ class Owner:
 
     token: str
     host: str
-    # `pid_namespace` of the process.
-    namespace: str
+    namespace: str  # `pid_namespace` of the process
     pid: int
-    # Start time in kernel ticks, since process ids are reused.
-    started: str
-    # SLURM_JOB_ID, or "".
-    job: str
+    started: str  # start time in kernel ticks, since process ids are reused
+    job: str  # SLURM_JOB_ID, or ""
     beat: int = 0
     released: bool = False
 
@@ -111,10 +104,8 @@ class Ownership:
             file.write(serialize(owner))
 
 
-# Run folders that this process owns.
-_owned: dict[str, Ownership] = {}
-# A forked process does not own them.
-os.register_at_fork(after_in_child=_owned.clear)
+_owned: dict[str, Ownership] = {}  # run folders that this process owns
+os.register_at_fork(after_in_child=_owned.clear)  # a forked process does not own them
 
 
 def acquire(run_dir: str | Path, world: World, predecessor: str = "") -> str:
@@ -125,10 +116,8 @@ def acquire(run_dir: str | Path, world: World, predecessor: str = "") -> str:
     if a node does not see the owner's file, because the run folder is not on a file system of all nodes.
     """
     name, token, host = on_main(world, lambda: _take(Path(run_dir), predecessor))
-    if_first = (
-        (lambda: _check_visible(Path(run_dir) / "lock" / name, token, host)) if world.local_rank == 0 else lambda: None
-    )
-    on_every_rank(world, if_first)
+    path, first = Path(run_dir) / "lock" / name, world.local_rank == 0
+    on_every_rank(world, lambda: _check_visible(path, token, host) if first else None)
     return token
 
 
@@ -197,16 +186,13 @@ def wait_for_end(
         owner = parse(text)
         if owner is not None and (owner.has_ended or owner.token == predecessor):
             return
+        name = owner or "another job"
         if last is None:
-            log.info(
-                f"{place} is locked by {owner or 'another job'}: waiting up to {limit:g} s to see if that still runs"
-            )
+            log.info(f"{place} is locked by {name}: waiting up to {limit:g} s to see if that still runs")
         elif text != last:
             renewals, unchanged = renewals + 1, 0.0
         if renewals == RENEWALS:
-            raise ValueError(
-                f"{place} is in use by {owner or 'another job'}; wait for it, stop it, or name another {kind}"
-            )
+            raise ValueError(f"{place} is in use by {name}; wait for it, stop it, or name another {kind}")
         last = text
         time.sleep(poll)
         unchanged += poll  # no clock: the owner may have been suspended together with this process

@@ -47,12 +47,9 @@ if TYPE_CHECKING:
 
 STEP = re.compile(r"step-(\d{8,})")
 POINTER = "pointer.json"
-# Prefix of folders that are not committed yet, or are being removed.
-SAVING = ".saving-"
-# Prefix of a checkpoint that is being replaced by another of the same step.
-REPLACED = ".replaced-"
-# Prefix of damaged checkpoints that were renamed to free their names.
-DAMAGED = "damaged-"
+SAVING = ".saving-"  # prefix of folders that are not committed yet, or are being removed
+REPLACED = ".replaced-"  # prefix of a checkpoint that is being replaced by another of the same step
+DAMAGED = "damaged-"  # prefix of damaged checkpoints that were renamed to free their names
 # A rank's status of the save in flight; the maximum over the ranks decides.
 COMMITTED, NOT_COMMITTED, COMMITTING, WRITTEN, NOT_WRITTEN, WRITING = range(6)
 
@@ -66,12 +63,9 @@ class SaveInFlight:
     counters: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     writing: BackgroundTask
-    # performance counter at its start
-    started: float
-    # All ranks have written; the same on every rank.
-    written: bool = False
-    # On rank 0 only.
-    committing: BackgroundTask | None = None
+    started: float  # performance counter at its start
+    written: bool = False  # all ranks have written; the same on every rank
+    committing: BackgroundTask | None = None  # on rank 0 only
 
 
 class Checkpoints:
@@ -86,15 +80,12 @@ class Checkpoints:
         self.folder = self.run_dir / "checkpoints"
         self.world, self.settings, self.mirror = world, settings, mirror
         self._in_flight: SaveInFlight | None = None
-        # step of the checkpoint that was saved last, or that `latest` returned; -1 without one
-        self.saved_step = -1
-        # steps of damaged checkpoints, as far as known on rank 0
-        self._damaged: set[int] = set()
+        self.saved_step = -1  # step of the checkpoint that was saved last, or that `latest` returned; -1 without one
+        self._damaged: set[int] = set()  # steps of damaged checkpoints, as far as known on rank 0
         # callbacks: `progress()` while a save makes progress, `saved(seconds)` after each commit
         self.progress: Callable[[], None] = lambda: None
         self.saved: Callable[[float], None] = lambda seconds: None
-        # manifest of the checkpoint that `verify` read last
-        self.manifest: dict[str, Any] = {}
+        self.manifest: dict[str, Any] = {}  # manifest of the checkpoint that `verify` read last
         if settings is not None:
             if world.is_main:
                 self._remove_leftovers()
@@ -274,18 +265,12 @@ class Checkpoints:
     def _commit(self, save: SaveInFlight) -> None:
         """Write the manifest from all ranks' indexes, and commit the checkpoint. In a background thread of rank 0."""
         notes = [save.folder / _index_name(rank) for rank in range(self.world.size)]
-        files: dict[str, Any] = {}
-        held, single = [], set[str]()
-        for note in notes:
-            rank_files, rank_slices, rank_single = json.loads(with_retries(note.read_bytes))
-            files |= rank_files
-            held.append(rank_slices)
-            single.update(rank_single)
+        files, held, single = zip(*(json.loads(with_retries(note.read_bytes)) for note in notes), strict=True)
         fields = {
             "ranks": self.world.size,
-            "files": files,
+            "files": {name: entry for of_rank in files for name, entry in of_rank.items()},
             "parameters": index_slices(save.shapes, held),
-            "first_moment_only": sorted(single),
+            "first_moment_only": sorted({name for of_rank in single for name in of_rank}),
         }
         manifest = seal(fields, save.state | {"world_size": self.world.size}, save.counters)
         for note in notes:

@@ -186,11 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--overwrite", action="store_true", help="replace an exported folder")
     pools = "a folder for sentence-transformers: vectors of texts, the mean of all tokens' or that of [CLS]"
     add("--sentence-transformers", default="", choices=("mean", "cls"), help=pools)
-    add(
-        "--onnx",
-        action="store_true",
-        help="also onnx/model.onnx, of a run its masked-language model; checked in onnxruntime",
-    )
+    onnx = "also onnx/model.onnx, of a run its masked-language model; checked in onnxruntime"
+    add("--onnx", action="store_true", help=onnx)
     args = parser.parse_args(argv)
     check_options(args)
     refuse_missing(args, "tokenizer")

@@ -186,16 +186,16 @@ def _write_parquet(file: IO[bytes], windows: Iterator[SortingWindow], texts: int
             table.write_table(pa.table(columns, schema=table.schema))
 
 
-def extract(source: str | Path, input: str, output: str, column: str = "", tokenizer: str = "", **options: Any) -> None:
-    """Write the vectors of the texts in `input`; `options` are Extractor's. `output` appears when it is complete. Raises ValueError or
-    OSError naming the mistake, if possible before computing anything."""
+def extract(model: str | Path, input: str, output: str, text: str, tokenizer: str, **options: Any) -> None:
+    """Write the vectors of the texts in `input`, of its column `text` if it is a table; `options` are Extractor's. `output` appears when it
+    is complete. Raises ValueError or OSError naming the mistake, if possible before computing anything."""
     path, target = Path(input), Path(output)
-    total = sum(1 for _ in read_texts(path, column))
+    total = sum(1 for _ in read_texts(path, text))
     if not total:
         raise ValueError(f"{path}: has no text in it")
-    extractor = Extractor(hf.load(source, tokenizer), **options)
+    extractor = Extractor(hf.load(model, tokenizer), **options)
     write = _write_npy if target.suffix == ".npy" else _write_parquet
-    texts = tqdm(read_texts(path, column), total=total, unit=" texts", disable=None, leave=False)
+    texts = tqdm(read_texts(path, text), total=total, unit=" texts", disable=None, leave=False)
     with atomic_file(target) as file, closing(texts), closing(extractor.windows(texts)) as windows:
         write(file, windows, total, extractor)
     log.info(f"{target}: vectors of {total:,} texts")

@@ -67,11 +67,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--precision", default="fp32", choices=("fp32", "bf16"), help=PRECISIONS)
     add("--batch-tokens", type=int, metavar="N", help=BATCHES)
     add("--tokenizer", default="", metavar="FILE", help=TOKENIZER)
-    given = parser.parse_args(argv)
-    check(given)
-    args = vars(given) | {"model": model_folder(given.model)}
+    args = parser.parse_args(argv)
+    check(args)
+    args.model = model_folder(args.model)
     from megabert.commands.extraction import extract
     from megabert.common.environment import disable_malloc_trimming
 
     disable_malloc_trimming()
-    extract(args.pop("model"), args.pop("input"), args.pop("output"), args.pop("text"), **args)
+    extract(**vars(args))

@@ -35,6 +35,8 @@ MOST_EVENTS = 200
 SIGNS = {"restart": "↻", "phase": "◆", "spike": "▲", "non-finite": "▲"}
 # size of a chart, in units of its SVG
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 232, 52, 20, 14, 34
+# numbers on an axis
+TICKS = 4
 # intervals of a curve, of each of which the first, lowest, highest and last point are drawn
 BUCKETS = 250
 # a chart of losses or norms is logarithmic if its values differ by this factor
@@ -239,12 +241,12 @@ class ChartScale:
         share = ((math.log10(value) if self.logarithmic else value) - self.low) / (self.high - self.low)
         return round(self.first + share * (self.last - self.first), 1)
 
-    def ticks(self, count: int = 4) -> list[float]:
-        """About `count` numbers: 1, 2, 2.5 or 5 times a power of ten, or powers of ten."""
+    def ticks(self) -> list[float]:
+        """About TICKS numbers: 1, 2, 2.5 or 5 times a power of ten, or powers of ten."""
         if self.logarithmic:
-            every = max(1, math.ceil((self.high - self.low) / count))
+            every = max(1, math.ceil((self.high - self.low) / TICKS))
             return [10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1, every)]
-        rough = (self.high - self.low) / count
+        rough = (self.high - self.low) / TICKS
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)

@@ -13,10 +13,8 @@ from typing import Any, NoReturn
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 # help of --model
 MODEL = "run folder, one checkpoint in it, a Hugging Face folder, a URL of a mirror or folder, or OWNER/NAME on the hub"
-# help of --tokenizer
-TOKENIZER = "the run's tokenizer, if its dataset was moved"
-# help of --layers
-LAYERS = "last, N (0 is the embeddings), N,N,… concatenated, or N+N+… summed"
+TOKENIZER = "the run's tokenizer, if its dataset was moved"  # help of --tokenizer
+LAYERS = "last, N (0 is the embeddings), N,N,… concatenated, or N+N+… summed"  # help of --layers
 _called_as = ""
 
 

@@ -19,10 +19,8 @@ from megabert.common.files import compact, digest, write_atomically
 from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE, read_step
 
 FILE = "chain.jsonl"
-# the field of an entry, as of a checkpoint's manifest, with the digest of its other fields
-SEAL = "sha256"
-# file-name prefix of a checkpoint's weights
-WEIGHT_PREFIX = "weights-"
+SEAL = "sha256"  # the field of an entry, as of a checkpoint's manifest, with the digest of its other fields
+WEIGHT_PREFIX = "weights-"  # file-name prefix of a checkpoint's weights
 LOGS = (METRICS, SAMPLES, STARTS, TROUBLE)
 # state fields on which the numerical results depend, besides data and configuration; all state fields copied into an
 # entry

@@ -24,19 +24,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# folder of a clone
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]  # folder of a clone
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 # CPU features by which libraries choose their kernels
 VECTOR_FLAGS = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "avx512_vnni", "sve", "bf16"}
 # constants of glibc's malloc.h; other C libraries have no mallopt
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-# linux/prctl.h
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # variables set by launchers of several processes
 LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
-# connections that may wait to be accepted: one of each rank
-BACKLOG = 4096
+BACKLOG = 4096  # connections that may wait to be accepted: one of each rank
 PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece", "numpy", "mpi4py")
 
 
@@ -134,9 +131,8 @@ def cpu_pressure_seconds() -> float | None:
     """Seconds so far in which a process of this control group, or of the machine, was ready and had no core; None without the
     kernel's pressure stall information."""
     group = match_in("/proc/self/cgroup", r"0::(/\S*)")
-    totals = (
-        match_in(file, r"some .*total=(\d+)") for file in (f"/sys/fs/cgroup{group}/cpu.pressure", "/proc/pressure/cpu")
-    )
+    files = (f"/sys/fs/cgroup{group}/cpu.pressure", "/proc/pressure/cpu")
+    totals = (match_in(file, r"some .*total=(\d+)") for file in files)
     return next((int(total) / 1e6 for total in totals if total), None)
 
 

@@ -36,8 +36,7 @@ USER_ERRNO = {
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.EXDEV),
 }
 FULL_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# seconds before each retry
-WAITS = (0.1, 1.0, 5.0)
+WAITS = (0.1, 1.0, 5.0)  # seconds before each retry
 
 
 class BadTraining(RuntimeError):
@@ -159,8 +158,7 @@ def run_main(main: Callable[[], int]) -> int:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else OK if end.code is None else 1
     except KeyboardInterrupt:
-        # during a command's imports
-        logs.write("error: interrupted\n", sys.stderr)
+        logs.write("error: interrupted\n", sys.stderr)  # during a command's imports
         code = INTERRUPTED
     logs.flush()
     if code == OK and logs.write_error is not None:

@@ -27,18 +27,14 @@ from megabert.common.logs import log
 if TYPE_CHECKING:
     from torch import Tensor
 
-# of Linux's renameat2
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-# errno of file systems without flock
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # errno of file systems without flock
 SAFETENSORS_TYPES = {
     "torch.float64": "F64", "torch.int64": "I64", "torch.float32": "F32", "torch.int32": "I32",
     "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int8": "I8", "torch.uint8": "U8",
 }  # fmt: skip
-# bytes hashed and written at a time
-CHUNK = 16 << 20
-# bytes of a file of tensors after which it is synced, so that its size shows the progress
-SYNCED = 256 << 20
+CHUNK = 16 << 20  # bytes hashed and written at a time
+SYNCED = 256 << 20  # bytes of a file of tensors after which it is synced, so that its size shows the progress
 
 
 def cache_folder(name: str) -> Path:
@@ -75,9 +71,8 @@ def atomic_folder(target: str | Path, mark: str, overwrite: bool = False) -> Ite
     try:
         remove_abandoned(path for path in _hidden(target, "new") if path != temporary)
         yield temporary
-        for path in sorted(temporary.rglob("*"), reverse=True):
+        for path in (*sorted(temporary.rglob("*"), reverse=True), temporary):
             sync(path)
-        sync(temporary)
         replace_folder(temporary, target, replaced)
         sync(target.parent)
         for path in _hidden(target, "old"):

@@ -16,14 +16,11 @@ from megabert.common.files import atomic_folder, cache_folder, lock
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, IN_CHECKPOINT, holds_checkpoint
 
-# seconds after which an older copy of a URL's model is removed
-UNUSED = 86_400.0
-# OWNER/NAME
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+UNUSED = 86_400.0  # seconds after which an older copy of a URL's model is removed
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # OWNER/NAME
 # weight files of a Hugging Face model, preferred format first
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-# suffix of the index of sharded weights
-INDEX = ".index.json"
+INDEX = ".index.json"  # suffix of the index of sharded weights
 # files of a repository with safetensors that a model is read from
 FILES = ("*.json", "vocab.txt", "merges.txt", "*.model", "model.safetensors", "model-*.safetensors")
 
@@ -86,9 +83,8 @@ def download_folder(url: str, weights: bool = True) -> Path:
         # of several processes, as ranks, one copies
         lock(descriptor, of_url, "do not start a second process that copies it", wait=True)
         if not folder.is_dir():
-            log.info(
-                f"{url}: copying {newest or 'model'} ({sum(o.size for o in files.values()) / 1e6:,.0f} MB) to {folder}"
-            )
+            megabytes = sum(each.size for each in files.values()) / 1e6
+            log.info(f"{url}: copying {newest or 'model'} ({megabytes:,.0f} MB) to {folder}")
             with atomic_folder(folder, "") as temporary:
                 for name, each in files.items():
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
@@ -117,24 +113,20 @@ def download(name: str) -> Path:
     """The folder of a repository's files in the hub's cache. Raises as `model_folder`."""
     from huggingface_hub import errors, snapshot_download
 
+    missing = f"{name}: no such folder, and the hub"
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
         if not weights_in(folder, WEIGHT_FILES[:1]):
             folder = Path(snapshot_download(name, allow_patterns=[*FILES, WEIGHT_FILES[1], "pytorch_model-*.bin"]))
         return folder
     except errors.LocalEntryNotFoundError:
-        raise Failed(
-            f"{name}: no such folder, and the hub cannot be reached to look for a model of that name"
-        ) from None
+        raise Failed(f"{missing} cannot be reached to look for a model of that name") from None
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
-        denied = isinstance(error, errors.GatedRepoError)
         reason = "has no public model of that name"
-        if denied:
+        if isinstance(error, errors.GatedRepoError):
             reason = "restricts access to it: request access on its page, then `hf auth login`"
-        raise ValueError(f"{name}: no such folder, and the hub {reason}") from None
+        raise ValueError(f"{missing} {reason}") from None
     except Exception as error:
         if not storage.is_client_error(error):
             raise
-        raise Failed(
-            f"{name}: no such folder, and the hub cannot be reached ({type(error).__name__}: {error})"
-        ) from None
+        raise Failed(f"{missing} cannot be reached ({type(error).__name__}: {error})") from None

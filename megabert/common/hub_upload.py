@@ -40,10 +40,8 @@ class Repository:
         self._request(lambda: self._api.create_repo(**self._of, private=private or None, exist_ok=True))
         if private and not self._request(lambda: self._api.repo_info(**self._of)).private:
             raise ValueError(f"{name}: is public on the hub; make it private there, or push without --private")
-        self._heads = {
-            each.name: each.target_commit
-            for each in self._request(lambda: self._api.list_repo_refs(**self._of)).branches
-        }
+        refs = self._request(lambda: self._api.list_repo_refs(**self._of))
+        self._heads = {each.name: each.target_commit for each in refs.branches}
 
     def _request(self, send: Callable[[], T]) -> T:
         """The hub's answer, with retries after transient failures."""

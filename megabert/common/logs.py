@@ -73,8 +73,7 @@ def write_notice(text: bytes) -> None:
 
 
 _lines = _LineHandler()
-# The first error of writing to stdout or stderr.
-write_error: OSError | None = None
+write_error: OSError | None = None  # the first error of writing to stdout or stderr
 
 
 def setup(rank: int = 0) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# 2^64 / golden ratio: its multiples are spread evenly (Knuth, TAOCP 6.4)
-GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: its multiples are spread evenly (Knuth, TAOCP 6.4)
 
 
 def mix64(x: np.ndarray) -> np.ndarray:

@@ -13,14 +13,11 @@ CONFIG = "config.json"
 TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "tokenizer.json")
 # JSON lines: log lines; samples of evaluations; starts of the run; updates that were skipped or whose loss was a spike
 METRICS, SAMPLES, STARTS, TROUBLE = "metrics.jsonl", "samples.jsonl", "starts.jsonl", "trouble.jsonl"
-# the slow ranks at the newest log line; absent while there are none
-SLOW_RANKS = "slow-ranks.json"
-# link to the checkpoint with the lowest held-out loss, of a run with `eval.patience`
-BEST = "best"
+SLOW_RANKS = "slow-ranks.json"  # the slow ranks at the newest log line; absent while there are none
+BEST = "best"  # link to the checkpoint with the lowest held-out loss, of a run with `eval.patience`
 # a file of a checkpoint, relative to the run: the checkpoint's name and its own
 IN_CHECKPOINT = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
-# the run's id at each tracker
-SINK_IDS = "sinks.json"
+SINK_IDS = "sinks.json"  # the run's id at each tracker
 
 
 def checkpoints_folder(run: str | Path) -> Path:

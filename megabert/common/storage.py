@@ -29,25 +29,19 @@ PACKAGES = {
     "az": "adlfs", "abfs": "adlfs",
 }  # fmt: skip
 GLOB = re.compile(r"[*?\[]")
-# fsspec schemes that are refused: local paths, memory and pipes
-REFUSED = ("file", "local", "memory", "pipe")
+REFUSED = ("file", "local", "memory", "pipe")  # fsspec schemes that are refused: local paths, memory and pipes
 # packages whose exceptions are store or network failures
 CLIENTS = (
     *("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub"),
     "json",  # an answer that is not JSON
 )
-# HTTP status codes of a wrong request, which is not retried
-NOT_RETRIED = (400, 402, 410, 413, 422)
+NOT_RETRIED = (400, 402, 410, 413, 422)  # HTTP status codes of a wrong request, which is not retried
 # fields of fsspec's description of a file that name its version, the surest first
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "last_commit", "mtime")
-# seconds before each retry, beside those of the libraries
-WAITS = (0.1, 0.5, 2.0, 8.0, 30.0)
+WAITS = (0.1, 0.5, 2.0, 8.0, 30.0)  # seconds before each retry, beside those of the libraries
 # read buffer of an open object, and bytes per request when a whole object is read
 BLOCK, CHUNK_BYTES = 4 << 20, 16 << 20
-
-
-# servers that this process has read from, or (with true) written to
-_answered: set[tuple[str, bool]] = set()
+_answered: set[tuple[str, bool]] = set()  # servers that this process has read from, or (with true) written to
 # options by which fsspec's classes use the environment's proxies
 PROXIES = {
     "http": {"client_kwargs": {"trust_env": True}},
@@ -236,8 +230,7 @@ def create(url: str, data: bytes) -> bool:
     try:
         request(url, lambda: system.pipe_file(path, data, mode="create"), writes=True)
     except FileExistsError:
-        # perhaps this process created it in a first try whose response was lost
-        return read(url) == data
+        return read(url) == data  # perhaps this process created it in a first try whose response was lost
     return True
 
 

@@ -26,14 +26,10 @@ ENDINGS = (".tsv", ".csv", ".jsonl")
 ARROW_ENDINGS = (".parquet", ".arrow", ".feather")
 # first bytes of a file; an Arrow stream begins with four bytes 255
 MAGIC = ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow"))
-# largest length of a CSV field in characters
-FIELD = 1 << 24
-# between joined texts: each is a paragraph
-JOINT = "\n\n"
-# rows of a Parquet or Arrow table in memory at once
-BATCH_ROWS = 256
-# files of a saved dataset
-STATE = "state.json"
+FIELD = 1 << 24  # largest length of a CSV field in characters
+JOINT = "\n\n"  # between joined texts: each is a paragraph
+BATCH_ROWS = 256  # rows of a Parquet or Arrow table in memory at once
+STATE = "state.json"  # files of a saved dataset
 
 
 class BadTable(ValueError):

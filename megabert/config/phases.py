@@ -25,12 +25,9 @@ class Phase:
 
     begin: float
     end: float
-    # the run's config with the phase's changes and without phases
-    config: Config
-    # the learning rate follows the phase's schedule, over its share of the budget
-    own_schedule: bool
-    # its changes, as text
-    changes: str
+    config: Config  # the run's config with the phase's changes and without phases
+    own_schedule: bool  # the learning rate follows the phase's schedule, over its share of the budget
+    changes: str  # its changes, as text
 
 
 def list_phases(config: Config) -> list[Phase]:
@@ -102,8 +99,7 @@ def _changed(config: Config, changes: Mapping[str, Any], where: str) -> Config:
     if data.keys() & {"path", "mix"}:
         tree["data"]["mix"] = {}
     if "path" in data:
-        # another dataset may have other rows
-        tree["data"]["seq_len"] = 0
+        tree["data"]["seq_len"] = 0  # another dataset may have other rows
     if "schedule" in changes:
         tree["schedule"] |= {"warmup_steps": 0, "budget_warmup": 0.0}
     merge(tree, changes)

@@ -14,8 +14,7 @@ from megabert.common.arguments import nearest
 from megabert.config.schema import Config, flat, is_section
 from megabert.config.sources import by_leaf
 
-# bounds of a number in pydantic's metadata
-BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
+BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}  # bounds of a number in pydantic's metadata
 HEAD = """# Configuration
 
 Every key of a run's configuration. A value comes from the preset or TOML file of `--config`, which may extend a preset

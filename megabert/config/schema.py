@@ -16,10 +16,8 @@ from pydantic_core import PydanticCustomError
 
 from megabert.common.storage import is_url
 
-# the embedding is padded to a multiple of it, so that matrix products have aligned shapes
-VOCAB_MULTIPLE = 128
-# updates of a run that only its tokens or minutes limit
-NO_LIMIT = 1_000_000_000
+VOCAB_MULTIPLE = 128  # the embedding is padded to a multiple of it, so that matrix products have aligned shapes
+NO_LIMIT = 1_000_000_000  # updates of a run that only its tokens or minutes limit
 
 
 class Section(BaseModel):

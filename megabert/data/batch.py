@@ -73,9 +73,7 @@ class Batch:
 
         On a device other than the CPU the lengths are compact, which only the host can compute without a synchronisation.
         """
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        if self.sources is not None:
-            tensors["sources"] = self.sources
+        tensors = {name: tensor for name, tensor in self.inputs().items() if name != "causal"}
         if torch.device(device).type != "cpu" and self.lengths.is_cpu and self.lengths.dim() == 2:
             compact = compact_lengths(self.lengths, self.input_ids.shape[1])
             tensors["lengths"] = compact.pin_memory() if self.lengths.is_pinned() else compact
@@ -267,17 +265,12 @@ def collate(
         out["mlm_positions"][filler] = row_start[filler, None]
 
 
-def row_digest(row_ids: np.ndarray, epochs: np.ndarray) -> int:
-    """Sum modulo 2^64 of the hashes of (row id, epoch), both int64 [n]; rows with a negative id are fillers."""
-    real = row_ids >= 0
-    return int(stream_keys(DIGEST_STREAM, epochs[real], row_ids[real]).sum(dtype=np.uint64))
-
-
 class RowDigest:
     """Digest of the rows a run saw since its first update, on all ranks together.
 
-    A sum of hashes, so it does not depend on the order of rows, the ranks and restarts. A row that is repeated, missing or of another
-    epoch changes it: two runs with the same digest saw the same rows equally often, up to a chance of 2^-64.
+    A sum of hashes of (row id, epoch), so it does not depend on the order of rows, ranks and restarts. A row that is
+    repeated, missing or of another epoch changes it: two runs with the same digest saw the same rows equally often, up
+    to a chance of 2^-64.
     """
 
     def __init__(self, digest: int = 0) -> None:
@@ -288,7 +281,9 @@ class RowDigest:
 
     def add(self, update: Update) -> None:
         """Add one more update of this rank."""
-        self._own += row_digest(update.row_ids, update.epochs)
+        row_ids, epochs = update.row_ids, update.epochs
+        real = row_ids >= 0
+        self._own += int(stream_keys(DIGEST_STREAM, epochs[real], row_ids[real]).sum(dtype=np.uint64))
 
     @property
     def counts(self) -> dict[str, int]:

@@ -70,7 +70,7 @@ class Loader:
         node_ranks: int = 1,
     ) -> None:
         assert 0 <= rank < world and start_step >= 0 and global_batch > 0
-        self.step, self.global_batch = start_step, global_batch
+        self.step = start_step
         self._source = MaskedRows(dataset, tokenizer, seed, micro_batch, masking)
         self._updates = _UpdateDataset(self._source, global_batch, rank, world, origin)
         # places of this rank's update

@@ -89,7 +89,6 @@ class Mixture:
         return self.parts[0].epoch(position // WINDOW * self.counts[0])
 
     def order(self, seed: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `Dataset.order`."""
         row_ids, epochs = np.empty_like(positions), np.empty_like(positions)
         window, at = np.divmod(positions, WINDOW)
         place = np.empty_like(positions)
@@ -107,7 +106,6 @@ class Mixture:
         return row_ids, epochs
 
     def read(self, row_ids: np.ndarray) -> Rows:
-        """As `Dataset.read`."""
         rows = Rows.without_sequences(len(row_ids), self.manifest)
         for number, places in self._by_part(row_ids):
             part_rows = self.parts[number].read(row_ids[places] - self.offsets[number])
@@ -117,17 +115,14 @@ class Mixture:
         return rows
 
     def read_ahead(self, row_ids: np.ndarray) -> None:
-        """As `Dataset.read_ahead`."""
         for number, places in self._by_part(row_ids):
             self.parts[number].read_ahead(row_ids[places] - self.offsets[number])
 
     def fetch_ahead(self, seed: int, position: int, progress: Callable[[int, int], object] | None = None) -> None:
-        """As `Dataset.fetch_ahead`."""
         for part, count in zip(self.parts, self.counts, strict=True):
             part.fetch_ahead(seed, position // WINDOW * count, progress)
 
     def stop_fetching(self) -> None:
-        """As `Dataset.stop_fetching`."""
         for part in self.parts:
             part.stop_fetching()
 

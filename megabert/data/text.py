@@ -45,8 +45,6 @@ _SENTENCE_TERMINAL = """
     11238-11239 1123B-1123C 112A9 1144B-1144C 115C2-115C3 115C9-115D7 11641-11642 1173C-1173E 11944 11946 11A42-11A43
     11A9B-11A9C 11C41-11C42 11EF7-11EF8 16A6E-16A6F 16AF5 16B37-16B38 16B44 16E98 1BC9F 1DA88
 """
-
-
 _EDGES = [[int(edge, 16) for edge in item.split("-")] for item in _SENTENCE_TERMINAL.split()]
 # without Burmese's comma
 SCRIPT_TERMINALS = frozenset(chr(c) for edges in _EDGES for c in range(edges[0], edges[-1] + 1)) - {"\u104a"}

@@ -467,19 +467,17 @@ class WordPiece(Tokenizer):
         ids = _checked_ids(tokens, path)
         cased = any(t != t.lower() and not _in_brackets(t) for t in tokens)
         self._guess = Casing(not cased, not cased)
-        lowercase = casing.get("lowercase")
-        self._guessed = lowercase is None and casing.get("strip_accents") is None
         known = {name: value for name, value in casing.items() if value is not None}
-        base = self._guess if lowercase is None else Casing(lowercase, lowercase)
+        self._guessed = known.keys().isdisjoint({"lowercase", "strip_accents"})
+        base = Casing(known["lowercase"], known["lowercase"]) if "lowercase" in known else self._guess
         self.casing = replace(base, **known)
         if self.casing != self._guess:
             sha256 = hashlib.sha256(text.encode() + b"\0" + canonical(self.casing.fields())).hexdigest()
         self.form = FORMS[self.casing.form or "NFC"]
-        normalizer = self.casing.normalizer()
         self.processor = tokenizers.Tokenizer(
             tokenizers.models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD)
         )
-        self.processor.normalizer = normalizer
+        self.processor.normalizer = self.casing.normalizer()
         self.processor.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         self.processor.decoder = tokenizers.decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
         self._uncut = cut_long_words(self.processor)

@@ -320,11 +320,10 @@ class FastTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = base.ids_by_library(texts, self._uncut, self.processor, self.unk_id)
-        return [self._without_special(ids) for ids in encoded]
-
-    def _without_special(self, ids: list[int]) -> list[int]:
-        """Replace special tokens by unknown ones: a unigram model finds them in a text like any other token."""
-        return ids if self._hidden.isdisjoint(ids) else [self.unk_id if i in self._hidden else i for i in ids]
+        for n, ids in enumerate(encoded):
+            if not self._hidden.isdisjoint(ids):  # a unigram model finds special tokens in a text like any other token
+                encoded[n] = [self.unk_id if i in self._hidden else i for i in ids]
+        return encoded
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         return self.encode_batch([f" {word}" for word in words] if self.spaced else words)
@@ -346,10 +345,9 @@ def _token_to_bytes(token: str, raw: str) -> bytes:
     """UTF-8 of a token whose text is `token` and which the file has as `raw`."""
     if "\ufffd" not in token:
         return token.encode()
-    match = BYTE.fullmatch(raw)
-    return (
-        bytes.fromhex(match[1]) if match else b"".join(bytes([BYTE_OF[c]]) if c in BYTE_OF else c.encode() for c in raw)
-    )
+    if match := BYTE.fullmatch(raw):
+        return bytes.fromhex(match[1])
+    return b"".join(bytes([BYTE_OF[c]]) if c in BYTE_OF else c.encode() for c in raw)
 
 
 def _special_names(vocabulary: Mapping[str, int], named: Mapping[str, str], path: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ use NCCL on CUDA.
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -30,10 +29,8 @@ from megabert.common import environment, errors
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
 # Timeout of collectives; must exceed the longest work of a single rank between two of them (hashing, consolidating).
 TIMEOUT = timedelta(minutes=20)
-# Seconds between the collectives in which the ranks wait for a long action of rank 0.
-LONG_SECONDS = 5.0
-# Rendezvous ports under srun, below 32,768, where Linux's ephemeral ports begin.
-PORTS = range(20_000, 32_000)
+LONG_SECONDS = 5.0  # seconds between the collectives in which the ranks wait for a long action of rank 0
+PORTS = range(20_000, 32_000)  # rendezvous ports under srun, below 32,768, where Linux's ephemeral ports begin
 # Launcher and its variables for rank, world size and local rank. A batch script's shell has SLURM_PROCID too, but only
 # srun sets SLURM_STEP_NUM_TASKS.
 LAUNCHERS = (
@@ -41,8 +38,7 @@ LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-# Most facts, and ranks of each value, in the message of `check_same`.
-SHOWN = 4
+SHOWN = 4  # most facts, and ranks of each value, in the message of `check_same`
 # Sleep before the process group is destroyed, see `shutdown`. gloo's threads release tensors within microseconds,
 # under load milliseconds.
 SETTLE_SECONDS = 0.2
@@ -168,7 +164,7 @@ def on_main_long(world: World, action: Callable[[], Result]) -> Result:
     task = ThreadPoolExecutor(1).submit(action) if world.is_main else None
     while world.agree_any(task is not None and not task.done()):
         if task is not None:
-            concurrent.futures.wait([task], LONG_SECONDS)
+            wait([task], LONG_SECONDS)
     return on_main(world, lambda: task.result() if task is not None else None)  # type: ignore[return-value]
 
 
@@ -219,10 +215,8 @@ def _difference(name: str, values: Sequence[str], hosts: Sequence[str]) -> str:
     return f"{name} must be the same on all ranks: {', '.join(found)}"
 
 
-# Environment variables that `init` set.
-_set_variables: list[str] = []
-# gloo group of all ranks; None if the default group uses gloo.
-_control: dist.ProcessGroup | None = None
+_set_variables: list[str] = []  # environment variables that `init` set
+_control: dist.ProcessGroup | None = None  # gloo group of all ranks; None if the default group uses gloo
 
 
 def discover(environment: dict[str, str] | None = None) -> World:
@@ -371,7 +365,9 @@ def _start(world: World) -> tuple[str, int]:
             options: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach()}
             store = dist.TCPStore(bound or "localhost", port, wait_for_workers=False, timeout=TIMEOUT, **options)
         if world.master is None:
-            port = _broadcast_over_mpi(port)
+            from mpi4py import MPI
+
+            port = int(MPI.COMM_WORLD.bcast(port, root=0))
         store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
         # The prefix separates this start from another job on the same port, and from an earlier attempt: torchrun's
         # static rendezvous reuses its store, which holds the addresses of the killed ranks.
@@ -388,8 +384,7 @@ def _start(world: World) -> tuple[str, int]:
 
 
 def _check_devices(world: World, store: dist.Store) -> None:
-    """Raises RankError on every rank if only some have GPUs: NCCL and gloo groups would wait for each other
-    forever."""
+    """Raises RankError on every rank if only some have GPUs: NCCL and gloo groups would wait for each other forever."""
     store.set(f"device {world.rank}", f"{world.device.type} {environment.host_name()}")
     if world.is_main:
         places = [store.get(f"device {rank}").decode().split(" ", 1) for rank in range(world.size)]
@@ -406,13 +401,6 @@ def _find_host_over_mpi() -> str:
 
     names = MPI.COMM_WORLD.allgather(socket.gethostname())
     return "127.0.0.1" if len(set(names)) == 1 else str(names[0])
-
-
-def _broadcast_over_mpi(value: int) -> int:
-    """Rank 0's `value` on every rank, broadcast over MPI."""
-    from mpi4py import MPI
-
-    return int(MPI.COMM_WORLD.bcast(value, root=0))
 
 
 def _number(env: dict[str, str], name: str, default: int | None = None) -> int:

@@ -22,8 +22,7 @@ from megabert.distributed.watchdog import Watchdog
 
 # prefix of the RuntimeError that torch's signal handler raises anywhere in the main thread when a loader worker dies
 DEAD_WORKER = "DataLoader worker"
-# Python's exit code for an uncaught exception
-UNEXPECTED = 1
+UNEXPECTED = 1  # Python's exit code for an uncaught exception
 
 
 class Session:
@@ -33,8 +32,7 @@ class Session:
         """Raises ValueError if the environment is inconsistent."""
         self.world: World = ranks.discover()
         self.watchdog: Watchdog | None = None
-        # Errors may differ between ranks, so every rank prints its error.
-        self.errors_may_differ = False
+        self.errors_may_differ = False  # then every rank prints its error
         logs.setup(self.world.rank)
 
     @property

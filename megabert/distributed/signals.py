@@ -22,8 +22,7 @@ from typing import Any
 from megabert.common import logs
 from megabert.common.errors import record_exit_code
 
-# Exit code: everything is saved, run the same command again.
-REQUEUE = 85
+REQUEUE = 85  # exit code: everything is saved, run the same command again
 SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
     SIGNALS = (*SIGNALS, signal.SIGHUP)
@@ -37,16 +36,11 @@ RESTARTED = "MEGABERT_KEEPER_RESTARTED"
 STARTED = "MEGABERT_JOB_STARTED"
 # Printed after Ctrl-C.
 NOTICE = b"\nstopping: the run is saved after this update; Ctrl-C again ends it at once\n"
-# A process may receive one request twice: through its process group and from its launcher.
-ECHO_SECONDS = 1.0
-# Number of updates, and of saves, whose maximum estimates the time of the next one.
-RECENT = 100
-# Updates between a request and the stop: reports of an update are gathered during the next one.
-LATE = 2
-# Seconds reserved for everything else, such as the exit.
-MARGIN_SECONDS = 5.0
-# Estimate of the first save: fraction of the allowed time, and its maximum in seconds.
-UNKNOWN_SAVE = (0.1, 60.0)
+ECHO_SECONDS = 1.0  # a process may receive one request twice: through its process group and from its launcher
+RECENT = 100  # number of updates, and of saves, whose maximum estimates the time of the next one
+LATE = 2  # updates between a request and the stop: reports of an update are gathered during the next one
+MARGIN_SECONDS = 5.0  # seconds reserved for everything else, such as the exit
+UNKNOWN_SAVE = (0.1, 60.0)  # estimate of the first save: fraction of the allowed time, and its maximum in seconds
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 _taken_over = threading.Event()
@@ -121,9 +115,7 @@ class Stop:
     def __init__(self, deadline: float | None = None) -> None:
         """`deadline`: time by which this process must have exited, in seconds since the epoch; None for no limit."""
         self._deadline = deadline
-        self._updates: deque[float] = deque(maxlen=RECENT)
-        self._saves: deque[float] = deque(maxlen=RECENT)
-        self._uploads: deque[float] = deque(maxlen=RECENT)
+        self._updates, self._saves, self._uploads = (deque[float](maxlen=RECENT) for _ in range(3))
         share, most = UNKNOWN_SAVE
         self._first_save = 0.0 if deadline is None else min(share * max(deadline - time.time(), 0.0), most)
         self._signalled: float | None = None

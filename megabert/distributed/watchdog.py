@@ -44,33 +44,25 @@ from megabert.common.logs import write_notice
 from megabert.common.processes import is_alive, pid_namespace
 from megabert.distributed.ranks import World, wait_for_ranks
 
-# Minimum limit before the first update, while checkpoints are read.
-START_SECONDS = 600.0
+START_SECONDS = 600.0  # minimum limit before the first update, while checkpoints are read
 # Minimum limit while rank 0 closes its sinks and the others wait for it; less than `ranks.TIMEOUT`.
 CLOSING_SECONDS = 1100.0
-# The limit is at least this multiple of the longest observed time without progress.
-GAPS = 3
-# Seconds between heartbeats.
-TICK = 1.0
+GAPS = 3  # the limit is at least this multiple of the longest observed time without progress
+TICK = 1.0  # seconds between heartbeats
 # Seconds without a heartbeat after which a rank counts as stopped, once the limit is exceeded.
 SILENT_SECONDS = 5.0
-# Seconds without a heartbeat after which a rank on another host counts as lost.
-LOST_SECONDS = 12.0
+LOST_SECONDS = 12.0  # seconds without a heartbeat after which a rank on another host counts as lost
 # Ticks after which a missing process counts as dead; its last heartbeat may still say that it ended normally.
 GONE_TICKS = 2
 # Seconds after which an unreachable store counts as lost; rank 0 may just have ended normally.
 STORE_SECONDS = 3.0
 # Seconds for which rank 0, which hosts the store, waits after a verdict, so that the others can read it.
 READERS_SECONDS = 2.5
-# Maximum number of failed ranks in a message.
-SHOWN = 8
-# Seconds to wait for a verdict after a collective failed.
-EXPLAIN_SECONDS = 8.0
-# This package, which may be installed in a library folder.
-PACKAGE = str(Path(__file__).parents[1]) + os.sep
+SHOWN = 8  # maximum number of failed ranks in a message
+EXPLAIN_SECONDS = 8.0  # seconds to wait for a verdict after a collective failed
+PACKAGE = str(Path(__file__).parents[1]) + os.sep  # this package, which may be installed in a library folder
 LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
-# Heartbeats in the moving average of the round trip: about a minute.
-ROUND_TRIPS = 64
+ROUND_TRIPS = 64  # heartbeats in the moving average of the round trip: about a minute
 # Code in which ranks wait for each other.
 COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")
 
@@ -81,27 +73,17 @@ class Peer:
 
     rank: int
     host: str
-    # `pid_namespace` of the process.
-    namespace: str
+    namespace: str  # `pid_namespace` of the process
     pid: int
-    # Number of the heartbeat.
-    beat: int = -1
-    # Updates done.
-    step: int = 0
-    # Position of the main thread.
-    doing: str = "starting"
-    # The main thread is in a collective.
-    waiting: bool = False
-    # Number of collectives entered, finished or not, by process group.
-    entered: dict[str, int] = field(default_factory=dict)
-    # The rank ended normally, so its missing process is no failure.
-    left: bool = False
-    # Seconds without progress.
-    idle: float = math.inf
-    # Seconds without a heartbeat.
-    silent: float = 0.0
-    # Ticks since its process has ended.
-    gone: int = 0
+    beat: int = -1  # number of the heartbeat
+    step: int = 0  # updates done
+    doing: str = "starting"  # position of the main thread
+    waiting: bool = False  # the main thread is in a collective
+    entered: dict[str, int] = field(default_factory=dict)  # collectives entered, finished or not, by process group
+    left: bool = False  # the rank ended normally, so its missing process is no failure
+    idle: float = math.inf  # seconds without progress
+    silent: float = 0.0  # seconds without a heartbeat
+    gone: int = 0  # ticks since its process has ended
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
@@ -132,8 +114,7 @@ class Watchdog:
         self._longest: float | None = None
         # Mean round trip to the store in seconds over the last ROUND_TRIPS since `training_started`, and their number.
         self.round_trip, self._round_trips = 0.0, 0
-        # All ranks have started their watchdogs.
-        self.started = False
+        self.started = False  # all ranks have started their watchdogs
         self._failed = self._unreachable = self._good = self._closing = False
         self._leaving, self._left = threading.Event(), threading.Event()
         self._heartbeats: dict[int, dict[str, Any]] = {}

@@ -17,8 +17,7 @@ from megabert.common.files import cache_folder, canonical, compact, write_atomic
 from megabert.common.logs import log
 from megabert.distributed.ranks import World, on_main
 
-# Products of a measurement on CUDA that are queued together.
-QUEUED = 10
+QUEUED = 10  # products of a measurement on CUDA that are queued together
 # Share of the processor time of its threads below which a measurement had other processes beside it.
 ALONE = 0.8
 

@@ -92,9 +92,9 @@ class Engine:
         self.compute_time = ComputeTime(world.device)
         # Called after each micro-step and restored parameter, since an update may take longer than the watchdog's limit.
         self.progress: Callable[[], None] = lambda: None
-        # Number of skipped updates.
-        self._skipped = torch.zeros((), dtype=torch.float64, device=world.device)
-        self.step = deepspeed_step.GuardedStep(self._deepspeed, module, config, world, self.optimizer, self.layout)
+        self._skipped = torch.zeros((), dtype=torch.float64, device=world.device)  # number of skipped updates
+        clip = config.optimizer.clip
+        self.step = deepspeed_step.GuardedStep(self._deepspeed, module, world, self.optimizer, self.layout, clip)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -294,9 +294,8 @@ def rank_facts(
 ) -> dict[str, Any]:
     """Facts by name that must be equal on all ranks for their updates to be equal: config, versions, kernels,
     environment variables. At ZeRO stage 0, where every rank steps its own copy of the weights, also the machine."""
-    facts: dict[str, Any] = (
-        flat(config.model_dump()) | environment.versions() | {"megabert's source": environment.source()}
-    )
+    facts: dict[str, Any] = flat(config.model_dump()) | environment.versions()
+    facts["megabert's source"] = environment.source()
     facts |= {f"DeepSpeed's {name}": value for name, value in flat(settings).items()}
     for module in model.modules():
         if (backends := getattr(module, "backends", None)) is not None:

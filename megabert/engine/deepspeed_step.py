@@ -43,8 +43,7 @@ KNOWN_WRAPPERS = {
     "FP16_UnfusedOptimizer": "2cd35bc5b6266aaf",
     "DeepSpeedZeroOptimizer_Stage3": "65a01ec0fd82858b",
 }
-# Most elements summed at once: 100 MB, a millisecond of NVLink.
-BUCKET = 25_000_000
+BUCKET = 25_000_000  # most elements summed at once: 100 MB, a millisecond of NVLink
 # Smallest part of a rank in elements; below it latency costs more than bandwidth, so gradients are all-reduced.
 LEAST = 1_000_000
 
@@ -113,19 +112,12 @@ class GuardedStep:
     """A step without reads from the device: the optimizer's guard clips and skips there."""
 
     def __init__(
-        self,
-        engine: Any,
-        module: nn.Module,
-        config: Config,
-        world: World,
-        optimizer: GuardedOptimizer,
-        layout: ZeroLayout,
+        self, engine: Any, module: nn.Module, world: World, optimizer: GuardedOptimizer, layout: ZeroLayout, clip: float
     ) -> None:
         """Modifies DeepSpeed's `engine` and its wrapper of `optimizer`."""
-        self._engine, self._optimizer, self._clip = engine, optimizer, config.optimizer.clip
+        self._engine, self._optimizer, self._clip = engine, optimizer, clip
         self.gradients = replace_step(engine.optimizer, module, layout)
-        # None if DeepSpeed sums gradients over the ranks.
-        self.flat: FlatGradients | None = None
+        self.flat: FlatGradients | None = None  # None if DeepSpeed sums gradients over the ranks
         wrapper = engine.optimizer
         if hasattr(wrapper, "fp32_groups_flat_partition"):  # stage 1 in bf16
             wrapper.immediate_grad_update = True  # it leaves the sums to hooks, here those of FlatGradients
@@ -141,7 +133,6 @@ class GuardedStep:
         return self.flat is None
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward pass of one micro-step."""
         if self.flat is not None and last:
             self.flat.last()
         self._engine.backward(loss)
@@ -171,12 +162,8 @@ def replace_step(wrapper: Any, module: nn.Module, layout: ZeroLayout) -> Callabl
     if hasattr(wrapper, "fp32_groups_flat_partition"):  # stage 1 in bf16 with fp32 gradients
         check_known(type(wrapper))
         wrapper.step = lambda closure=None: _step_stage_1(wrapper)
-        partitions = wrapper.fp32_groups_gradient_flat_partition
-        views = [
-            flat[segment.start : segment.end]
-            for master, flat in zip(layout.masters, partitions, strict=True)
-            for segment in master.segments
-        ]
+        parts = zip(layout.masters, wrapper.fp32_groups_gradient_flat_partition, strict=True)
+        views = [flat[segment.start : segment.end] for master, flat in parts for segment in master.segments]
         return lambda: views
     if hasattr(wrapper, "fp32_groups"):  # stage 0 in 16 bits
         check_known(type(wrapper))
@@ -236,10 +223,8 @@ class GradientBucket:
 
     flat: Tensor
     owner: int
-    # Indices of parameters in the order of the model.
-    members: frozenset[int]
-    # Number of these whose gradient the last micro-step has not computed yet.
-    waiting: int = 0
+    members: frozenset[int]  # indices of parameters in the order of the model
+    waiting: int = 0  # number of these whose gradient the last micro-step has not computed yet
 
 
 class FlatGradients:
@@ -253,7 +238,6 @@ class FlatGradients:
         number = {id(parameter): n for n, parameter in enumerate(order)}
         self._views: dict[int, Tensor] = {}
         self._buckets: list[GradientBucket] = []
-        self._in: dict[int, list[GradientBucket]] = {}
         for flat, parameters in groups:
             ends, position = [], 0
             for parameter in parameters:
@@ -267,8 +251,7 @@ class FlatGradients:
                 self._buckets.append(GradientBucket(flat[begin:end], owner, members))
         # The backward pass reaches the last layer first. All ranks sum in this order, even if a bucket is ready earlier.
         self._buckets.sort(key=lambda bucket: -min(bucket.members, default=-1))
-        for n in self._views:
-            self._in[n] = [bucket for bucket in self._buckets if n in bucket.members]
+        self._in = {n: [bucket for bucket in self._buckets if n in bucket.members] for n in self._views}
         self._reset()
 
     def _reset(self) -> None:

@@ -16,10 +16,8 @@ from megabert.distributed.ranks import World
 
 AUTO = "auto"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Compute capability of the first GPUs with bf16 products.
-AMPERE = (8, 0)
-# Workspaces of cuBLAS that streams do not share: 8 of 4 MiB.
-CUBLAS_WORKSPACE = ":4096:8"
+AMPERE = (8, 0)  # compute capability of the first GPUs with bf16 products
+CUBLAS_WORKSPACE = ":4096:8"  # workspaces of cuBLAS that streams do not share: 8 of 4 MiB
 
 
 def usual(device: torch.device) -> str:

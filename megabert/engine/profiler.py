@@ -9,8 +9,7 @@ from torch.profiler import profile
 
 from megabert.common.logs import log
 
-# Rows of the table.
-ROWS = 25
+ROWS = 25  # rows of the table
 
 
 class Profiler:

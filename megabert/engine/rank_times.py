@@ -21,8 +21,7 @@ from megabert.config import WatchdogConfig
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 
-# Least updates by which a rank is judged, since a single one may be slow by chance.
-SLOW_UPDATES = 50
+SLOW_UPDATES = 50  # least updates by which a rank is judged, since a single one may be slow by chance
 # A link is slow if messages take this many times the median of the ranks, and this many seconds more: a heartbeat waits up to 5 ms
 # for Python's lock, and a round trip within a cluster takes less than 1 ms.
 MESSAGE_RATIO, MESSAGE_SECONDS = 10.0, 0.02
@@ -48,8 +47,7 @@ class ComputeTime:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        # and whether the host is late
-        self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = []
+        self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = []  # and whether the host is late
         self._late = False
         self._seconds = self.host_seconds = 0.0
 
@@ -78,7 +76,6 @@ class ComputeTime:
         return self._seconds
 
     def reset(self) -> None:
-        """Restart from 0."""
         self.seconds()
         self._seconds = self.host_seconds = 0.0
 
@@ -151,10 +148,8 @@ class SlowRanks:
                 slow = message[rank] - usual >= MESSAGE_SECONDS * updates and message[rank] >= MESSAGE_RATIO * usual
                 if slow and rank not in by_rank:
                     by_rank[rank] = float(message[rank] / max(usual, 1e-9)), "network"
-        return [
-            SlowRank(rank, self._hosts[rank], round(ratio, 2), cause)
-            for rank, (ratio, cause) in sorted(by_rank.items())
-        ]
+        found = sorted(by_rank.items())
+        return [SlowRank(rank, self._hosts[rank], round(ratio, 2), cause) for rank, (ratio, cause) in found]
 
 
 class SharedCores:
@@ -191,7 +186,7 @@ class RankMetrics:
         """`record`: the file that names the current slow ranks, by which launch/job.sh may exclude their nodes. A collective."""
         self._hosts = world.gather(host_name())
         self._world, self._own, self._watchdog, self._config = world, compute_time, watchdog, config
-        self._record, self._recorded = record, list[SlowRank]()
+        self._record, self._recorded = record, list[tuple[int, str]]()
         if world.is_main:
             record.unlink(missing_ok=True)
         self._waited, self._updates = 0.0, 0
@@ -235,22 +230,20 @@ class RankMetrics:
             values["perf/slowest_rank"] = slowest
             values["perf/slowest_rank_ratio"] = round(total[slowest] / max(median_low(total), 1e-9), 4)
             values["perf/slow_ranks"] = [slow._asdict() for slow in self._slow.named]
-            self._keep_record(self._slow.named, step)
+            self._keep_record(values["perf/slow_ranks"], step)
         if self._world.is_main and self._world.device.type == "cpu":
             self._cores.look()
         self._own.reset()
         self._waited, self._updates = 0.0, 0
         return values
 
-    def _keep_record(self, named: Sequence[SlowRank], step: int) -> None:
-        known, now = ([(slow.rank, slow.cause) for slow in ranks] for ranks in (self._recorded, named))
-        if self._world.is_main and now != known:
+    def _keep_record(self, named: Sequence[Mapping[str, Any]], step: int) -> None:
+        now = [(slow["rank"], slow["cause"]) for slow in named]
+        if self._world.is_main and now != self._recorded:
             self._record.unlink(missing_ok=True)
             if named:
-                write_atomically(
-                    self._record, canonical({"step": step, "slow_ranks": [slow._asdict() for slow in named]})
-                )
-        self._recorded = list(named)
+                write_atomically(self._record, canonical({"step": step, "slow_ranks": named}))
+        self._recorded = now
 
     def _warn(self, slow_ranks: Sequence[SlowRank], minutes: float) -> None:
         for slow in slow_ranks if self._world.is_main else ():

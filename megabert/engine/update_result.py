@@ -35,21 +35,14 @@ class UpdateResult:
     update. Values are read on demand: `skipped` waits for the end of the update, `float(host_loss)` for its last forward pass.
     """
 
-    # Weighted sum of the losses.
-    loss: Tensor
-    # [k], means over the update's items.
-    losses: Tensor
-    # [k], numbers of correct answers.
-    correct: Tensor
-    # [k], numbers of items.
-    counts: Tensor
-    # fp32, before clipping; inf when skipped.
-    grad_norm: Tensor
-    # fp32, 1 or 0.
-    applied: Tensor
+    loss: Tensor  # weighted sum of the losses
+    losses: Tensor  # [k], means over the update's items
+    correct: Tensor  # [k], numbers of correct answers
+    counts: Tensor  # [k], numbers of items
+    grad_norm: Tensor  # fp32, before clipping; inf when skipped
+    applied: Tensor  # fp32, 1 or 0
     vetoed: bool
-    # `loss`, read without waiting for the optimizer.
-    host_loss: HostCopy
+    host_loss: HostCopy  # `loss`, read without waiting for the optimizer
     host_applied: HostCopy
 
     @property

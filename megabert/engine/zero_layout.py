@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from megabert.distributed.ranks import World
 from megabert.optim.guarded import FlatSegment, GuardedOptimizer
 
-# Kind of state of an element, besides MOMENTS.
-WEIGHT = "weight"
-# Counter of DeepSpeed's engine, besides the number of skipped updates.
-COUNTERS = ("global_steps", "global_samples")
+WEIGHT = "weight"  # kind of state of an element, besides MOMENTS
+COUNTERS = ("global_steps", "global_samples")  # of DeepSpeed's engine, besides the number of skipped updates
 # The counters of a snapshot before the first update.
 START = {"optimizer_steps": 0, "deepspeed": dict.fromkeys((*COUNTERS, "skipped_steps"), 0)}
 
@@ -64,22 +62,17 @@ class Snapshot:
     """One rank's part of the training state: slices that together with those of the other ranks cover every parameter exactly
     once."""
 
-    # Shapes of all parameters, the same on every rank.
-    shapes: dict[str, tuple[int, ...]]
-    # fp32 masters, as `weight`.
-    weights: list[ParameterSlice]
-    # Moments of the same slices; [] before the first update.
-    moments: list[ParameterSlice]
-    # JSON, the same on every rank.
-    counters: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]  # shapes of all parameters, the same on every rank
+    weights: list[ParameterSlice]  # fp32 masters, as `weight`
+    moments: list[ParameterSlice]  # moments of the same slices; [] before the first update
+    counters: dict[str, Any]  # JSON, the same on every rank
 
 
 @dataclass(frozen=True)
 class ZeroLayout:
     """This rank's masters. `partitioned` is False when every rank has all parameters (ZeRO stage 0)."""
 
-    # of all parameters, in the model's order
-    shapes: dict[str, torch.Size]
+    shapes: dict[str, torch.Size]  # of all parameters, in the model's order
     masters: tuple[Master, ...]
     partitioned: bool
 
@@ -117,9 +110,8 @@ class ZeroLayout:
         for master in self.masters:
             flat = {WEIGHT: master.tensor.detach().view(-1), **optimizer.find_moments(master.tensor)}
             for s in master.segments:
-                yield ParameterSlice(
-                    self.names[s.index], s.offset, {kind: v[s.start : s.end] for kind, v in flat.items()}
-                )
+                views = {kind: values[s.start : s.end] for kind, values in flat.items()}
+                yield ParameterSlice(self.names[s.index], s.offset, views)
 
     def saved_by(self, rank: int, size: int) -> list[tuple[int, tuple[FlatSegment, ...]]]:
         """(master, its segments) that rank `rank` of `size` saves: all of them if parameters are partitioned, otherwise an equal

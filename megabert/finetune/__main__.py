@@ -44,22 +44,15 @@ PREDICTING = ("model", "output", "predict", "lines", "probabilities", "text", "i
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=called_as("megabert.finetune"), description=__doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help=f"{MODEL}; or a fine-tuned model's folder or name, to predict with (--predict) or to train its encoder on another task",
-    )
+    add("--model", required=True, metavar="MODEL", help=f"{MODEL}; or a fine-tuned model's folder or name, to predict "
+        "with (--predict) or to train its encoder on another task")  # fmt: skip
     add("--output", required=True, metavar="PATH", help="folder of the runs; with --predict the file to write")
     add("--predict", default="", metavar="FILE", help="write predictions for FILE (labels not needed); --text and --id name its "
         "columns where they differ from those of training")  # fmt: skip
     add("--lines", action="store_true", help="with --predict: each line of FILE that is not blank is a text, numbered from 0; "
         "of a tag task the spans of its characters are written, as JSON lines")  # fmt: skip
-    add(
-        "--probabilities",
-        action="store_true",
-        help="with --predict of classify or multilabel: also each label's probability",
-    )
+    add("--probabilities", action="store_true",
+        help="with --predict of classify or multilabel: also each label's probability")  # fmt: skip
     add("--task", default="", metavar="NAME", help=f"known task: {', '.join(tasks.PRESETS)}")
     add("--kind", choices=KINDS, help="kind of a new task, instead of --task")
     add("--text", action="append", default=[], metavar="COLUMN",

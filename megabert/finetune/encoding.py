@@ -254,8 +254,8 @@ def _one_by_one(
     joined = [
         stand_together(before, word) or (tokenizer.spaced and not before) for before, word in pairwise(("", *words))
     ]
-    ways = [part if one else other for one, part, other in zip(joined, inside, after_space, strict=True)]
-    parts = [ids or [tokenizer.unk_id] for ids in ways]
+    ways = zip(joined, inside, after_space, strict=True)
+    parts = [(part if one else other) or [tokenizer.unk_id] for one, part, other in ways]
     counts = [len(ids) for ids in parts]
     return np.array([i for ids in parts for i in ids], np.int32), np.repeat(np.array(places, np.int64), counts, axis=0)
 

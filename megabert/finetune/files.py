@@ -170,12 +170,19 @@ def _ranked(
     elif values and all(isinstance(one, str) and one.strip() for one in values):
         yield from ((text, 1.0) for text in texts)
         yield from ((text, 0.0) for text in values if text not in (query, *texts))
-    elif len(values) == len(texts) and all(type(one) in (int, float) and math.isfinite(one) for one in values):
+    elif len(values) == len(texts) and all(type(one) in (int, float) for one in values) and _finite(values):
         yield from zip(texts, map(float, values), strict=True)
     else:
         raise ValueError(
             f"{where}: has {len(values)} scores of {len(texts)} texts, or some that are not finite numbers"
         )
+
+
+def _finite(values: list[float]) -> bool:
+    try:
+        return all(map(math.isfinite, values))
+    except OverflowError:  # an integer above the largest float
+        return False
 
 
 def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
@@ -194,7 +201,7 @@ def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
     if task.kind == "score":
         try:
             number = math.nan if isinstance(value, bool) else float(value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(f"{where}: score {str(value)!r:.40} in column {task.label!r} is not a finite number")
@@ -296,23 +303,22 @@ def _sentence(identity: str, where: str, text: str) -> SentenceExample:
 def _tags_of_spans(sentence: SentenceExample, spans: Any) -> tuple[list[str], int]:
     """(B-, I- or O for each word, number of extended spans). Raises ValueError naming a span outside of the text, or two that share a
     word."""
+    where, places = sentence.where, sentence.places
     tags, widened = ["O"] * len(sentence.words), 0
     for span in spans if isinstance(spans, list) else [spans]:
         start, end, label = (span.get(key) if isinstance(span, dict) else None for key in ("start", "end", "label"))
         inside = []
         if type(start) is int and type(end) is int and 0 <= start < end <= len(sentence.text):
-            inside = [i for i, (first, last) in enumerate(sentence.places) if first < end and last > start]
+            inside = [i for i, (first, last) in enumerate(places) if first < end and last > start]
         if not inside or not isinstance(label, str) or not label:
             raise ValueError(
-                f"{sentence.where}: {json.dumps(span):.80} is not a span (start, end, label) around a word of its text"
+                f"{where}: {json.dumps(span):.80} is not a span (start, end, label) around a word of its text"
             )
         if any(tags[i] != "O" for i in inside):
-            raise ValueError(
-                f"{sentence.where}: two spans share the word {sentence.words[inside[0]]!r:.40}; a word has one tag"
-            )
+            raise ValueError(f"{where}: two spans share the word {sentence.words[inside[0]]!r:.40}; a word has one tag")
         for i in inside:
             tags[i] = ("B-" if i == inside[0] else "I-") + label
-        widened += (sentence.places[inside[0]][0], sentence.places[inside[-1]][1]) != (start, end)
+        widened += (places[inside[0]][0], places[inside[-1]][1]) != (start, end)
     return tags, widened
 
 

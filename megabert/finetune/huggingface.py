@@ -18,15 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert.common.files import write_tensors
+from megabert.common.run_files import CONFIG
 from megabert.finetune import save
 from megabert.finetune.heads import TOKEN_KINDS
 from megabert.finetune.save import Described, Finetuned
 from megabert.hf import mapping, tokenizer_files
 from megabert.hf.model_card import page
-
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# A pipeline's name for a score.
-SCORE = "score"
 
 
 def load(source: str | Path) -> Finetuned:
@@ -86,7 +83,7 @@ def config(described: Described, ids: Mapping[str, int]) -> dict[str, Any]:
     tree = mapping.to_huggingface_config(described.config.model, ids=ids)
     tree["architectures"] = [architecture(described)]
     # A pipeline's names of the outputs; a span's have none.
-    if called := (SCORE,) if described.task.kind == "score" else described.labels:
+    if called := ("score",) if described.task.kind == "score" else described.labels:
         tree["id2label"] = {str(i): name for i, name in enumerate(called)}
         tree["label2id"] = {name: i for i, name in enumerate(called)}
     if described.config.model.modern:
@@ -121,7 +118,7 @@ def write(finetuned: Finetuned, folder: Path) -> None:
     files[CONFIG] = tokenizer_files.as_json(config(described, tokenizer.special_ids))
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    write_tensors(folder / WEIGHTS, weights(finetuned), {"format": "pt"})
+    write_tensors(folder / save.WEIGHTS, weights(finetuned), {"format": "pt"})
 
 
 PIPELINE = """from transformers import pipeline

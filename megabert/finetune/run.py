@@ -259,7 +259,6 @@ class FineTuning:
     # -- the Trainer's workload --------------------------------------------------------------------------------------
 
     def updates(self, first: int, phase_starts: Sequence[int]) -> Iterator[Update]:
-        """Endless updates of this rank, from number `first` on."""
         items, layout, micro_steps = self.data.items["train"], self.described.layout, self.engine.accumulation
         return updates(items, layout, self.settings, self.world, micro_steps, first)
 

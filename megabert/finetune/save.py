@@ -62,7 +62,6 @@ class Described:
 
     @property
     def layout(self) -> ItemLayout:
-        """The layout of its batches."""
         return ItemLayout(self.task.kind, self.max_length, self.config.data.masking.causal)
 
 

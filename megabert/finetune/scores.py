@@ -284,14 +284,13 @@ def by_label(
         if not names:
             return []
         values = of_entities(truth, predictions, average=None, zero_division=0)
+    elif task.kind == "multilabel":
+        sets = (_indicators(of, labels) for of in (truth, predictions))
+        values = metrics.precision_recall_fscore_support(*sets, zero_division=0)
     else:
         if task.kind == "tag":
             truth, predictions = ([tag for tags in of for tag in tags] for of in (truth, predictions))
-        of_sets = task.kind == "multilabel"
-        if of_sets:
-            truth, predictions = (_indicators(of, labels) for of in (truth, predictions))
-        columns = None if of_sets else names
-        values = metrics.precision_recall_fscore_support(truth, predictions, labels=columns, zero_division=0)
+        values = metrics.precision_recall_fscore_support(truth, predictions, labels=names, zero_division=0)
     return [(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in zip(names, *values, strict=True)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -85,8 +86,8 @@ def read_value(tree: Tree, name: str, where: str, usual: Any, allowed: type | tu
     """A field's value, checked, or its usual one where it is missing."""
     value = tree.get(name, usual)
     if not isinstance(value, allowed) or (isinstance(value, bool) and allowed is not bool):
-        kind = "true or false" if allowed is bool else "a number"
-        raise ValueError(f"{where}: {name} must be {kind}, is {value!r:.40}")
+        kinds = {bool: "true or false", (list, NoneType): "a list"}
+        raise ValueError(f"{where}: {name} must be {kinds.get(allowed, 'a number')}, is {value!r:.40}")
     return value
 
 
@@ -118,7 +119,8 @@ def _read_modern(tree: Tree, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: {name}={value} is not supported beside attention_bias={not value}")
     layers = read_value(tree, "num_hidden_layers", where, None, int)
     every = max(1, read_value(tree, "global_attn_every_n_layers", where, 3, int))
-    types = tree.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
+    given = read_value(tree, "layer_types", where, None, (list, NoneType))
+    types = given or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
     full = [i for i, name in enumerate(types) if name == "full_attention"]
     if full != list(range(0, layers, every)):  # what releases before 5 read is not there
         every = full[1] if len(full) > 1 else layers
@@ -167,7 +169,7 @@ def _heads(tree: Tree, where: str) -> int:
     heads = read_value(tree, "num_attention_heads", where, None, int)
     hidden = read_value(tree, "hidden_size", where, None, int)
     size = tree.get("head_dim")
-    if size is not None and size * heads != hidden:
+    if size is not None and read_value(tree, "head_dim", where, None, int) * heads != hidden:
         raise ValueError(f"{where}: head_dim={size!r:.40} is not hidden_size / num_attention_heads")
     return heads
 
@@ -179,10 +181,13 @@ def _read_euro(tree: Tree, where: str) -> dict[str, Any]:
     return {"kv_heads": 0 if shared == heads else shared, "rope_theta": theta, "dropout": 0.0}
 
 
+def _write_rope(cfg: ModelConfig) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta}}
+
+
 def _write_euro(cfg: ModelConfig) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": cfg.rope_theta}
     # releases before 5 read the last one
-    return {"num_key_value_heads": cfg.key_heads, "rope_parameters": rope, "rope_theta": cfg.rope_theta}
+    return _write_rope(cfg) | {"num_key_value_heads": cfg.key_heads, "rope_theta": cfg.rope_theta}
 
 
 def _read_nomic(tree: Tree, where: str) -> dict[str, Any]:
@@ -190,8 +195,11 @@ def _read_nomic(tree: Tree, where: str) -> dict[str, Any]:
     return {"rope_theta": _theta(tree, where, "", "rope_theta", 1000.0)}
 
 
-def _write_nomic(cfg: ModelConfig) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta}}
+def _head(bias: str, dense: str, norm: str) -> dict[str, str]:
+    """The names of a masked-LM head: its bias of each token, and of its transform the dense layer and the norm."""
+    parts = {"mlm.": dense, "mlm.norm_": norm}
+    layers = {f"{ours}{kind}": f"{theirs}.{kind}" for ours, theirs in parts.items() for kind in ("weight", "bias")}
+    return {"embeddings.word.bias": bias} | layers
 
 
 # what a family has unless it says otherwise
@@ -211,13 +219,7 @@ BERT = Family(
         "embeddings.position": "bert.embeddings.position_embeddings.weight",
         "embeddings.segment": "bert.embeddings.token_type_embeddings.weight",
     },
-    head={
-        "embeddings.word.bias": "cls.predictions.bias",
-        "mlm.weight": "cls.predictions.transform.dense.weight",
-        "mlm.bias": "cls.predictions.transform.dense.bias",
-        "mlm.norm_weight": "cls.predictions.transform.LayerNorm.weight",
-        "mlm.norm_bias": "cls.predictions.transform.LayerNorm.bias",
-    },
+    head=_head("cls.predictions.bias", "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
     decoder="cls.predictions.decoder.weight",
     layers="bert.encoder.layer",
     layer={
@@ -255,15 +257,9 @@ MEGATRON = replace(
 ROBERTA = replace(
     BERT,
     prefix="Roberta",
-    ours={name: value for name, value in BERT.ours.items() if name != "first_position"} | {"segments": 1, "nsp": False},
+    ours=PLAIN | {"kind": "bert", "segments": 1, "norm": "post", "nsp": False},
     embeddings={ours: theirs.replace("bert.", "roberta.") for ours, theirs in BERT.embeddings.items()},
-    head={
-        "embeddings.word.bias": "lm_head.bias",
-        "mlm.weight": "lm_head.dense.weight",
-        "mlm.bias": "lm_head.dense.bias",
-        "mlm.norm_weight": "lm_head.layer_norm.weight",
-        "mlm.norm_bias": "lm_head.layer_norm.bias",
-    },
+    head=_head("lm_head.bias", "lm_head.dense", "lm_head.layer_norm"),
     decoder="lm_head.decoder.weight",
     layers="roberta.encoder.layer",
     norms=("roberta.embeddings.LayerNorm", *BERT.norms[1:]),
@@ -287,8 +283,7 @@ NOMIC = replace(
         "embeddings.word.weight": "nomic_bert.embeddings.word_embeddings.weight",
         "embeddings.segment": "nomic_bert.embeddings.token_type_embeddings.weight",
     },
-    head=BERT.head
-    | {f"mlm.norm_{kind}": f"cls.predictions.transform.layer_norm.{kind}" for kind in ("weight", "bias")},
+    head=_head("cls.predictions.bias", "cls.predictions.transform.dense", "cls.predictions.transform.layer_norm"),
     layers="nomic_bert.encoder.layers",
     layer={
         "qkv": ("attn.Wqkv",),
@@ -303,7 +298,7 @@ NOMIC = replace(
     nsp={},
     causal="",
     read=_read_nomic,
-    write=_write_nomic,
+    write=_write_rope,
     pooler="nomic_bert.pooler.dense",
     spans=False,
 )
@@ -314,13 +309,7 @@ MODERN = Family(
     | {"activation": "gelu", "embedding_norm": True}
     | {name: PLAIN[name] for name in ("rms_norm", "transform", "kv_heads")},
     embeddings={"embeddings.word.weight": "model.embeddings.tok_embeddings.weight"},
-    head={
-        "embeddings.word.bias": "decoder.bias",
-        "mlm.weight": "head.dense.weight",
-        "mlm.bias": "head.dense.bias",
-        "mlm.norm_weight": "head.norm.weight",
-        "mlm.norm_bias": "head.norm.bias",
-    },
+    head=_head("decoder.bias", "head.dense", "head.norm"),
     decoder="decoder.weight",
     layers="model.layers",
     layer={

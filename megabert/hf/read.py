@@ -137,12 +137,10 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
         sha256 = str(state["tokenizer"])
     except (KeyError, TypeError):
         raise ValueError(f"{source}: its checkpoint has no model config or tokenizer") from None
-    loaded_tokenizer = _tokenizer_of_run(run_dir, cfg, sha256, tokenizer)
-    if loaded_tokenizer.vocab_size != cfg.model.vocab_size:
-        raise ValueError(
-            f"{loaded_tokenizer.path}: {loaded_tokenizer.vocab_size} tokens, but the model has {cfg.model.vocab_size}"
-        )
-    return Pretrained(run_dir, weights, state, cfg, loaded_tokenizer)
+    found = _tokenizer_of_run(run_dir, cfg, sha256, tokenizer)
+    if found.vocab_size != cfg.model.vocab_size:
+        raise ValueError(f"{found.path}: {found.vocab_size} tokens, but the model has {cfg.model.vocab_size}")
+    return Pretrained(run_dir, weights, state, cfg, found)
 
 
 def _tokenizer_of_run(run_dir: Path, cfg: Config, sha256: str, named: str | Path) -> Tokenizer:
@@ -204,15 +202,15 @@ def read(
     prefixes = tuple(prefix for head in nsp for prefix in HEADS[head])
     model = replace(model, "nsp", model.nsp and not causal and any(n.startswith(prefixes) for n in tensors))
     weights, initialised, ignored = complete(tensors, model, str(file))
-    loaded_tokenizer = named_tokenizer(tokenizer or folder)
-    if not tokenizer and (loaded_tokenizer.kind == "wordpiece" or loaded_tokenizer.path.name == "vocab.txt"):
+    found = named_tokenizer(tokenizer or folder)
+    if not tokenizer and (found.kind == "wordpiece" or found.path.name == "vocab.txt"):
         refuse_other_tokenizer(tree, config_file)
-    tokens, rows = loaded_tokenizer.vocab_size, model.vocab_size
+    tokens, rows = found.vocab_size, model.vocab_size
     if tokens > rows or (rows - tokens >= MOST_PADDING and not drop):
         more = f"megabert convert --drop-embeddings leaves the last {rows - tokens:,} out"
         if tokens > rows:
-            more = f"it has no embeddings of {', '.join(repr(token.strip())[:40] for token in loaded_tokenizer.tokens[rows:][:4])}"
-        raise ValueError(f"{loaded_tokenizer.path}: {tokens} tokens, but {config_file} says vocab_size={rows}; {more}")
+            more = f"it has no embeddings of {', '.join(repr(token.strip())[:40] for token in found.tokens[rows:][:4])}"
+        raise ValueError(f"{found.path}: {tokens} tokens, but {config_file} says vocab_size={rows}; {more}")
     if tokens < rows:
         model = replace(model, "vocab_size", tokens)
         weights = mapping.of_tokens(weights, model)
@@ -220,8 +218,8 @@ def read(
     ours = mapping.from_huggingface(weights, model)
     data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
     cfg = Config(model=model, data=data)
-    state = start_state(folder, cfg, loaded_tokenizer)
-    return Pretrained(folder, ours, state, cfg, loaded_tokenizer, tuple(initialised), tuple(ignored))
+    state = start_state(folder, cfg, found)
+    return Pretrained(folder, ours, state, cfg, found, tuple(initialised), tuple(ignored))
 
 
 def start_state(source: Path, cfg: Config, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -398,9 +396,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     Raises ValueError when there is none or it cannot be expressed.
     """
     path = folder / "tokenizer.json"
-    known = [name for name in TOKENIZERS if name in TOKENIZER_FILES or not path.is_file()]
-    for name in known:
-        if (folder / name).is_file():
+    for name in TOKENIZERS:
+        if (folder / name).is_file() and (name in TOKENIZER_FILES or not path.is_file()):
             return Tokenizer.load(folder / name)
     if not path.is_file():
         raise ValueError(

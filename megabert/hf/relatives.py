@@ -47,14 +47,12 @@ def _zero_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {NOMIC.head["mlm.bias"]: torch.zeros(width), NOMIC.head["embeddings.word.bias"]: torch.zeros(tokens)}
 
 
-def _read_electra(tree: Tree, where: str) -> dict[str, Any]:
-    return {"embedding_size": read_value(tree, "embedding_size", where, 128, int)}  # 128 is the class's own default
-
-
 def _read_first_nomic(tree: Tree, where: str) -> dict[str, Any]:
     usual = {"n_positions": None, "max_trained_positions": 2048}
     lengths = [read_value(tree, name, where, value, int) for name, value in usual.items()]
-    positions = min(length for length in lengths if length > 0)
+    positions = min((length for length in lengths if length > 0), default=0)
+    if not positions:
+        raise ValueError(f"{where}: {' and '.join(usual)} are {lengths}; one must be above 0")
     return {"max_position_embeddings": positions, "rope_theta": tree.get("rotary_emb_base", 10_000)}
 
 
@@ -84,7 +82,8 @@ RELATIVES = {
             "generator_lm_head.weight": BERT.decoder, "generator_lm_head.bias": BERT.head["embeddings.word.bias"],
         },
         _zero_segments,
-        read=_read_electra,
+        # 128 is the class's own default
+        read=lambda tree, where: {"embedding_size": read_value(tree, "embedding_size", where, 128, int)},
     ),
     "nomic_bert": Relative(
         {"bert.": ""},

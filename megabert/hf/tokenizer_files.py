@@ -106,8 +106,8 @@ def build(tokenizer: Tokenizer) -> Any:
     if isinstance(tokenizer, FastTokenizer):
         return _from_json(tokenizer)
     built = _from_sentencepiece(tokenizer) if sentencepiece else _from_wordpiece(tokenizer)
-    controls = [token for token in _controls(tokenizer) if token not in SPECIAL_TOKENS] if sentencepiece else []
-    for token in [*SPECIAL_TOKENS, *controls]:
+    controls = [piece.piece for piece in tokenizer.proto.pieces if piece.type == CONTROL] if sentencepiece else []
+    for token in dict.fromkeys([*SPECIAL_TOKENS, *controls]):
         # SentencePiece's mask stands for a word and the space before it, BERT's for the word alone.
         strip = sentencepiece and token == "[MASK]"
         built.add_special_tokens([tokenizers.AddedToken(token, lstrip=strip, normalized=False, special=True)])
@@ -159,11 +159,7 @@ def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[
 
     `max_length` is the model's number of positions, `segments` whether it uses segment ids. Raises as `build` does.
     """
-    wordpiece = tokenizer.kind == "wordpiece"
-    original = tokenizer.data
-    if wordpiece:
-        original = original.replace(b"\r\n", b"\n")  # transformers would take the \r for part of a token
-    special = tokenizer.special_ids
+    original, special = tokenizer.data, tokenizer.special_ids
     names = {
         f"{role}_token": tokenizer.tokens[i] for role, i in special.items() if role == "pad" or i != special["pad"]
     }
@@ -173,7 +169,8 @@ def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[
         "model_input_names": ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
-    if wordpiece:
+    if tokenizer.kind == "wordpiece":
+        original = original.replace(b"\r\n", b"\n")  # transformers would take the \r for part of a token
         casing: Casing = getattr(tokenizer, "casing")  # noqa: B009
         strip = None if casing.strip_accents == casing.lowercase else casing.strip_accents
         config |= {
@@ -208,10 +205,6 @@ def _from_wordpiece(tokenizer: Tokenizer) -> Any:
     return built
 
 
-def _controls(tokenizer: Tokenizer) -> list[str]:
-    return [piece.piece for piece in tokenizer.proto.pieces if piece.type == CONTROL]
-
-
 def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
     import tokenizers
     from tokenizers import decoders, normalizers, pre_tokenizers
@@ -221,16 +214,14 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
     built = tokenizers.Tokenizer(_unigram(proto) if proto.trainer_spec.model_type == 1 else _bpe(proto))
     spec = proto.normalizer_spec
     rules = _trained_rules(tokenizer) if spec.name in FORMS else _character_rules(proto)
+    # A space that is left at the beginning of the text becomes the mark itself.
+    scheme = "first" if spec.remove_extra_whitespaces and spec.add_dummy_prefix else "never"
     if spec.remove_extra_whitespaces:
         rules += [normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
-        rules += [normalizers.Replace(tokenizers.Regex(r" +\z"), "")]
-        # A space that is left at the beginning of the text becomes the mark itself.
-        scheme = "first" if spec.add_dummy_prefix else "never"
-        if not spec.add_dummy_prefix:
-            rules += [normalizers.Replace(tokenizers.Regex(r"\A +"), "")]
-    else:
-        rules += [normalizers.Prepend(" ")] if spec.add_dummy_prefix else []
-        scheme = "never"
+        ends = [r" +\z"] if spec.add_dummy_prefix else [r" +\z", r"\A +"]
+        rules += [normalizers.Replace(tokenizers.Regex(end), "") for end in ends]
+    elif spec.add_dummy_prefix:
+        rules += [normalizers.Prepend(" ")]
     built.normalizer = normalizers.Sequence(rules)
     # a token with the mark after its start spans words
     split = not any(WORD_START in piece.piece[1:] for piece in proto.pieces if piece.type == NORMAL)
@@ -267,27 +258,20 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
 
 def _refuse_unknown(tokenizer: Tokenizer, proto: Any) -> None:
     """Raises ValueError for what would give other ids."""
-    kind, rule = KINDS[proto.trainer_spec.model_type], proto.normalizer_spec.name
-    kinds = {piece.type for piece in proto.pieces}
-    if not proto.normalizer_spec.precompiled_charsmap:
-        rule = "identity"
-    problem = ""
-    if kind not in ("unigram", "bpe"):
-        problem = f"model_type={kind}"
-    elif rule not in (*RULES, *FORMS):
-        problem = f"normalization_rule_name={rule or 'a table of its own'}"
-    elif not proto.normalizer_spec.escape_whitespaces:
-        problem = "escape_whitespaces=false"
-    elif proto.trainer_spec.treat_whitespace_as_suffix:
-        problem = "treat_whitespace_as_suffix=true"
-    elif UNUSED in kinds:
-        problem = "tokens marked unused"
-    elif kind == "bpe" and not all(
-        _stands_alone(piece.piece, proto) for piece in proto.pieces if piece.type == USER_DEFINED
-    ):
-        problem = "user_defined_symbols of a BPE model"
-    if problem:
-        raise ValueError(f"{tokenizer.path}: {problem} cannot be expressed in tokenizer.json")
+    kind, spec = KINDS[proto.trainer_spec.model_type], proto.normalizer_spec
+    rule = spec.name if spec.precompiled_charsmap else "identity"
+    symbols = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED]
+    problems = {
+        f"model_type={kind}": kind not in ("unigram", "bpe"),
+        f"normalization_rule_name={rule or 'a table of its own'}": rule not in (*RULES, *FORMS),
+        "escape_whitespaces=false": not spec.escape_whitespaces,
+        "treat_whitespace_as_suffix=true": proto.trainer_spec.treat_whitespace_as_suffix,
+        "tokens marked unused": any(piece.type == UNUSED for piece in proto.pieces),
+        "user_defined_symbols of a BPE model": kind == "bpe" and not all(_stands_alone(s, proto) for s in symbols),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ValueError(f"{tokenizer.path}: {problem} cannot be expressed in tokenizer.json")
 
 
 def _stands_alone(symbol: str, proto: Any) -> bool:
@@ -359,12 +343,10 @@ def _unigram(proto: Any) -> Any:
     from tokenizers import models
 
     best = max(piece.score for piece in proto.pieces if piece.type == NORMAL)
-    vocabulary = []
-    for piece in proto.pieces:
-        score = piece.score
-        if piece.type == USER_DEFINED:  # as the library itself scores them, so that they always win
-            score = len(piece.piece.encode()) * best - 0.1
-        vocabulary.append((piece.piece, score))
+    # user-defined ones as the library itself scores them, so that they always win
+    vocabulary = [
+        (p.piece, len(p.piece.encode()) * best - 0.1 if p.type == USER_DEFINED else p.score) for p in proto.pieces
+    ]
     unknown = next(i for i, piece in enumerate(proto.pieces) if piece.type == UNKNOWN)
     return models.Unigram(vocabulary, unknown, proto.trainer_spec.byte_fallback)
 

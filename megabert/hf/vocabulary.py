@@ -160,13 +160,11 @@ def find_sources(old: Tokenizer, new: Tokenizer) -> list[list[int]]:
 
 def _tokens_in(token: bytes, old: Tokenizer, new: Tokenizer, known: dict[bytes, int]) -> list[int]:
     text = token.decode(errors="replace")
-    if new.continuation and not old.continuation and not text.strip().isalnum():
-        # a mark that WordPiece cuts off, with a space before it or without
-        forms = [known[form] for form in (token, token.removeprefix(b" ")) if form in known]
-    else:
-        forms = [known[token]] if token in known else []
-    if forms:
-        return forms
+    # a mark that WordPiece cuts off, with a space before it or without
+    cut_off = new.continuation and not old.continuation and not text.strip().isalnum()
+    forms = (token, token.removeprefix(b" ")) if cut_off else (token,)
+    if found := [known[form] for form in forms if form in known]:
+        return found
     single = [bytes([byte]) for byte in token]
     if "\ufffd" in text and all(byte in known for byte in single):
         return [known[byte] for byte in single]

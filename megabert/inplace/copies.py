@@ -32,8 +32,7 @@ from megabert.inplace.kept_rank import CopyName, Generation, Member
 if TYPE_CHECKING:
     from megabert.engine import Engine, Snapshot
 
-# Seconds between checks whether the keeper has sent a copy, and the timeout.
-LOOK, SENT_WITHIN = 0.005, 120.0
+LOOK, SENT_WITHIN = 0.005, 120.0  # seconds between checks whether the keeper has sent a copy, and the timeout
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,10 @@ class NewestCopy:
     state: dict[str, Any]
     counters: dict[str, Any]
     tensors: StoredTensors
-    # the state of a checkpoint whose save was interrupted
-    interrupted_save: NewestCopy | None = None
+    interrupted_save: NewestCopy | None = None  # the state of a checkpoint whose save was interrupted
 
 
-# data cursor, generation and number of ranks of a copy
-Key = tuple[int, str, int]
+Key = tuple[int, str, int]  # data cursor, generation and number of ranks of a copy
 
 
 class Copies:
@@ -86,10 +83,8 @@ class Copies:
             for copy in kept_rank.copies_in(self._folder):
                 if copy.cursor < self._last.cursor and (interrupted_save is None or copy.cursor != interrupted_save[1]):
                     (self._folder / str(copy)).unlink()
-        snapshot = engine.snapshot()
-        self._writing = BackgroundTask(
-            f"copy-{name.cursor}", partial(self._write, name, snapshot, dict(state), interrupted_save)
-        )
+        write = partial(self._write, name, engine.snapshot(), dict(state), interrupted_save)
+        self._writing = BackgroundTask(f"copy-{name.cursor}", write)
         self._last = name
 
     def _finish(self, name: CopyName) -> None:
@@ -142,13 +137,10 @@ class Copies:
             copy, save = self._read(newest, complete[newest])
             if save is not None and save[0] not in saved:
                 interrupted_save = next((key for key in complete if key[0] == save[1]), None)
-            if interrupted_save is not None:
-                copy = replace(
-                    copy,
-                    interrupted_save=copy
-                    if interrupted_save == newest
-                    else self._read(interrupted_save, complete[interrupted_save])[0],
-                )
+            if interrupted_save == newest:
+                copy = replace(copy, interrupted_save=copy)
+            elif interrupted_save is not None:
+                copy = replace(copy, interrupted_save=self._read(interrupted_save, complete[interrupted_save])[0])
         elif incomplete := max((key for key in holders if key[0] > after), default=None):
             missing = sorted(set(range(incomplete[2])) - holders[incomplete].keys())
             log.info(f"resuming from the newest checkpoint: the in-memory copies of ranks {missing} are lost")

@@ -43,8 +43,7 @@ from megabert.inplace import kept_rank
 from megabert.inplace.kept_rank import CopyName, Generation, Member
 
 PLAN = "plan.json"
-# Parent of the keepers' folders: memory that outlives the ranks.
-MEMORY = Path("/dev/shm")
+MEMORY = Path("/dev/shm")  # parent of the keepers' folders: memory that outlives the ranks
 # Exit codes after which a restart does not help: finished, a mistake, bad training, stopped.
 FINAL = (0, 2, 3, signals.REQUEUE, *(128 + number for number in signals.SIGNALS))
 # Consecutive restarts without an update before the keepers give up; one more start only saves the state in memory.
@@ -53,22 +52,20 @@ RESTARTS = 3
 NAMED_PATIENCE, PATIENCE = 3.0, 30.0
 # Polling intervals in seconds: of the keeper's folder, of a rank that has not made an update, and of other keepers.
 LOOK, POLL, POLL_KEEPERS = 0.02, 0.1, 1.0
-# Seconds before a standby process that died is replaced.
-RESPAWN_SECONDS = 10.0
-# Seconds without an answer after which a keeper is lost.
-SILENT = 12.0
+RESPAWN_SECONDS = 10.0  # seconds before a standby process that died is replaced
+SILENT = 12.0  # seconds without an answer after which a keeper is lost
 # Timeout of a connection to a keeper, and to one on a host that is named as failed, in seconds.
 CONNECT_SECONDS, CONNECT_FAILED_SECONDS = 5.0, 1.0
-# Keepers probed in parallel.
-PROBES = 64
+PROBES = 64  # keepers probed in parallel
 
 
 def keep(run_dir: Path) -> int:
     """Run this process's command as a child, restarted after faults; returns its last exit code."""
     logs.setup()
     os.environ[signals.STARTED] = repr(time.time())
-    remove_abandoned(_memory().glob("megabert-keeper-*"))
-    folder, lock = create_locked_folder(_make_folder)
+    memory = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    remove_abandoned(memory.glob("megabert-keeper-*"))
+    folder, lock = create_locked_folder(lambda: Path(tempfile.mkdtemp(prefix="megabert-keeper-", dir=memory)))
     keeper = Keeper(run_dir, folder, [sys.executable, *sys.orig_argv[1:]])
     try:
         return keeper.run()
@@ -79,15 +76,7 @@ def keep(run_dir: Path) -> int:
             keeper.report(Path(exits))
         shutil.rmtree(folder, ignore_errors=True)  # a copy may be arriving
         os.close(lock)
-        remove_abandoned(_memory().glob("megabert-keeper-*"))
-
-
-def _memory() -> Path:
-    return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def _make_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="megabert-keeper-", dir=_memory()))
+        remove_abandoned(memory.glob("megabert-keeper-*"))
 
 
 class Keeper:
@@ -96,8 +85,7 @@ class Keeper:
     def __init__(self, run_dir: Path, folder: Path, command: list[str]) -> None:
         """`command` starts the rank."""
         self.run_dir, self.folder, self.command = run_dir, folder, command
-        # None until the first ranks have met.
-        self.generation: Generation | None = None
+        self.generation: Generation | None = None  # None until the first ranks have met
         # Monotonic time of the first stop signal; exit code forced by a second one.
         self.asked: float | None = None
         self.forced_exit_code: int | None = None
@@ -108,16 +96,12 @@ class Keeper:
         self._child: subprocess.Popen[bytes] | None = None
         # The standby child, which has done its imports, and the pipe to send it its environment.
         self._standby: tuple[subprocess.Popen[bytes], int] | None = None
-        # The host of a keeper that was silent while the ranks met; "" if none was.
-        self._silent_host = ""
-        # The newest generation of which another keeper reported a failed rank.
-        self._failed_generation = ""
+        self._silent_host = ""  # the host of a keeper that was silent while the ranks met; "" if none was
+        self._failed_generation = ""  # the newest generation of which another keeper reported a failed rank
         # by generation: the `ready` messages of its keepers, by rank
         self.ready: dict[str, dict[int, dict[str, Any]]] = {}
-        # by generation: the plan of the generation that follows it
-        self.plans: dict[str, dict[str, Any]] = {}
-        # the newest generation that this keeper has left; "" before the first
-        self.meeting = ""
+        self.plans: dict[str, dict[str, Any]] = {}  # by generation: the plan of the generation that follows it
+        self.meeting = ""  # the newest generation that this keeper has left; "" before the first
         self._ended = threading.Event()
         self._server: _Server | None = None
         self.exits = folder / kept_rank.EXITS
@@ -129,7 +113,14 @@ class Keeper:
         deliver = threading.Thread(target=self._deliver, name="keeper sends", daemon=True)
         deliver.start()
         try:
-            return self._run()
+            while True:
+                code = self._run_rank()
+                generation = self.look_up()
+                if self.forced_exit_code is not None or code in FINAL or generation is None:
+                    code = code if self.forced_exit_code is None else self.forced_exit_code
+                    return FAILED if code < 0 or (self._last and code == signals.REQUEUE) else code
+                if self._last or not self._rendezvous(generation, code):
+                    return self.forced_exit_code or FAILED
         finally:
             self._ended.set()
             deliver.join(CONNECT_SECONDS)
@@ -139,16 +130,6 @@ class Keeper:
             if self._standby is not None:
                 self._standby[0].kill()
                 self._standby[0].wait()
-
-    def _run(self) -> int:
-        while True:
-            code = self._run_rank()
-            generation = self.look_up()
-            if self.forced_exit_code is not None or code in FINAL or generation is None:
-                code = code if self.forced_exit_code is None else self.forced_exit_code
-                return FAILED if code < 0 or (self._last and code == signals.REQUEUE) else code
-            if self._last or not self._rendezvous(generation, code):
-                return self.forced_exit_code or FAILED
 
     def _run_rank(self) -> int:
         """Run the rank; returns its exit code, or minus the signal that killed it.
@@ -213,10 +194,8 @@ class Keeper:
         """A child that waits for its environment, and the pipe to write that to. Signals from a terminal reach it only through
         its keeper, and wait until it handles them."""
         read_end, write_end = os.pipe()
-        variables, mask = (
-            self.env | self._child_variables(read_end),
-            signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS),
-        )
+        variables = self.env | self._child_variables(read_end)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
         try:
             child = subprocess.Popen(self.command, env=variables, pass_fds=[read_end], start_new_session=True)
         finally:
@@ -252,15 +231,9 @@ class Keeper:
             port = probe.getsockname()[1]
         rank, name = generation.rank, generation.name
         killed_here = self._failed_generation == name or self._silent_host
-        ready = {
-            "rank": rank,
-            "port": port,
-            "failed": self._failed_hosts(),
-            "progress": self._has_progress(),
-            "cause": ""
-            if killed_here
-            else f"rank {rank} (host {generation.members[rank].host}) {_describe_exit(code)}",
-        }
+        cause = "" if killed_here else f"rank {rank} (host {generation.members[rank].host}) {_describe_exit(code)}"
+        ready = {"rank": rank, "port": port, "failed": self._failed_hosts(), "progress": self._has_progress()}
+        ready["cause"] = cause
         self.add_ready(name, ready)
         self.meeting, started = name, time.monotonic()
         while name not in self.plans:
@@ -297,11 +270,11 @@ class Keeper:
                         if line.strip():  # an empty line says that it is alive
                             self.plans[generation.name] = json.loads(line)
                             return
-            except ConnectionRefusedError as error:  # the host is up, only its keeper is not
+            except (OSError, json.JSONDecodeError) as error:  # a plan is cut where its sender dies
                 log.debug(f"keeper at {member.address}:{member.port}: {error}")
-            except OSError as error:
-                log.debug(f"keeper at {member.address}:{member.port}: {error}")
-                out_of_reach.add(member.host)
+                # in these two cases the host is up, only its keeper is not
+                if not isinstance(error, (ConnectionRefusedError, json.JSONDecodeError)):
+                    out_of_reach.add(member.host)
 
     def _lead(self, generation: Generation, waited: float) -> None:
         """Tell the keepers that are not ready to kill their ranks (the watchdogs would take seconds), and propose the
@@ -310,8 +283,8 @@ class Keeper:
         present = self.ready[generation.name]
         missing = [rank for rank in range(len(members)) if rank not in present]
         with ThreadPoolExecutor(PROBES) as pool:
-            answers = pool.map(lambda rank: _send(members[rank], generation, {"failed": True}), missing)
-            errors = {rank: error for rank, error in zip(missing, answers, strict=True) if error is not None}
+            sent = {rank: pool.submit(_send, members[rank], generation, {"failed": True}) for rank in missing}
+        errors = {rank: error for rank, done in sent.items() if (error := done.exception()) is not None}
         while len(present) < len(members) and time.monotonic() < until:
             time.sleep(LOOK)
         found = dict(present)
@@ -345,10 +318,8 @@ class Keeper:
         lost = [f"{rank} (host {member.host})" for rank, member in enumerate(members) if rank not in ranks]
         hosts, rank = [members[rank].host for rank in ranks], ranks.index(old)
         logs.setup(rank)
-        log.info(
-            f"in place: {plan['cause']}; {len(ranks)} of {len(members)} ranks restart"
-            + (f", without {', '.join(lost)}" if lost else "")
-        )
+        without = f", without {', '.join(lost)}" if lost else ""
+        log.info(f"in place: {plan['cause']}; {len(ranks)} of {len(members)} ranks restart{without}")
         self._restarts_without_update, self._last = plan["vain"], plan["vain"] > RESTARTS
         if self._last and rank == 0:
             log.error(
@@ -393,13 +364,10 @@ class Keeper:
             path = self.folder / name
             try:
                 written["bytes"] = path.stat().st_size
-                error = _send(peer, generation, written, path)
-                if error is None:
-                    write_atomically(self.folder / kept_rank.DELIVERED, name.encode())
-                    delivered = name
-            except OSError as full:  # as memory may be
-                error = full
-            if error is not None:
+                _send(peer, generation, written, path)
+                write_atomically(self.folder / kept_rank.DELIVERED, name.encode())
+                delivered = name
+            except OSError as error:  # also of memory that is full
                 log.debug(f"keeper at {peer.address}:{peer.port}: {error}")
                 time.sleep(POLL)
 
@@ -510,23 +478,18 @@ def _connected(
     return connection
 
 
-def _send(
-    member: Member, generation: Generation, message: Mapping[str, Any], file: Path | None = None
-) -> OSError | None:
-    """Send a keeper a message and the bytes of `file`. Returns the error, or None if the message was accepted."""
-    try:
-        with _connected(member, generation, message) as connection:
-            if file is not None:
-                connection.settimeout(PATIENCE)
-                with file.open("rb") as content:
-                    connection.sendfile(content)
-            return None if connection.recv(2) == b"ok" else OSError("it did not accept a message")
-    except OSError as error:
-        return error
+def _send(member: Member, generation: Generation, message: Mapping[str, Any], file: Path | None = None) -> None:
+    """Send a keeper a message and the bytes of `file`. Raises OSError if it was not accepted."""
+    with _connected(member, generation, message) as connection:
+        if file is not None:
+            connection.settimeout(PATIENCE)
+            with file.open("rb") as content:
+                connection.sendfile(content)
+        if connection.recv(2) != b"ok":
+            raise OSError("it did not accept a message")
 
 
 def _is_reachable(member: Member) -> bool:
-    """Whether a keeper accepts a connection."""
     try:
         socket.create_connection((member.address, member.port), timeout=CONNECT_SECONDS).close()
     except OSError as error:

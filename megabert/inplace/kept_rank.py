@@ -21,16 +21,13 @@ from megabert.common.errors import FAILED
 from megabert.common.files import write_atomically
 from megabert.distributed import signals
 
-# Environment variable of a rank: its keeper's folder.
-KEEPER_DIR_ENV = "MEGABERT_KEEPER"
+KEEPER_DIR_ENV = "MEGABERT_KEEPER"  # environment variable of a rank: its keeper's folder
 # Files in the keeper's folder. Address that the rank requests, port at which the keeper listens, the generation:
 ADDRESS, PORT, MEMBERS = "address", "port", "members.json"
 # Newest copy that the rank wrote, newest copy that the peer received, folder of exit codes, token of the run lock:
 WRITTEN, DELIVERED, EXITS, OWNER = "written.json", "delivered", "exits", "owner"
-# Seconds between checks whether the keeper listens.
-LOOK = 0.005
-# Folder of a run in which the keepers agree.
-IN_PLACE = "in-place"
+LOOK = 0.005  # seconds between checks whether the keeper listens
+IN_PLACE = "in-place"  # folder of a run in which the keepers agree
 # File name of a copy: data cursor, rank, number of ranks, generation.
 COPY = re.compile(r"(\d{12})-(\d{5})-of-(\d{5})-([0-9a-f]{16})\.safetensors")
 

@@ -56,8 +56,7 @@ def _load() -> str:
     return ""
 
 
-# Why there is no native library; "" when it is loaded.
-MISSING = _load()
+MISSING = _load()  # why there is no native library; "" when it is loaded
 
 
 def register(

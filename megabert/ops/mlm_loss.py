@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megabert.ops.backend import register
 
-# `mlm_losses`: predictions whose logits are in memory at once
-AT_ONCE = 1 << 10
+AT_ONCE = 1 << 10  # `mlm_losses`: predictions whose logits are in memory at once
 
 
 def mlm_loss(

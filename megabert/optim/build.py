@@ -16,10 +16,8 @@ from megabert.optim.guarded import parameter_groups
 from megabert.optim.lamb import Lamb, StableAdamW
 from megabert.optim.muon import Muon
 
-# in names of parameters
-LAYER, EMBEDDINGS = re.compile(r"\blayers\.(\d+)\."), "embeddings."
-# of the decoder, in the module that also holds the word embedding
-DECODER = ("embeddings.word.decoder", "embeddings.word.bias")
+LAYER, EMBEDDINGS = re.compile(r"\blayers\.(\d+)\."), "embeddings."  # in names of parameters
+DECODER = ("embeddings.word.decoder", "embeddings.word.bias")  # in the module that also holds the word embedding
 
 
 def build_optimizer(

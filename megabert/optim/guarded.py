@@ -20,10 +20,8 @@ from megabert.distributed.ranks import World
 
 # State of an element besides its weight, in fp32; Muon's matrices have only the first.
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Key of a group of parameters: the factor of its learning rate.
-RATE = "rate"
-# Elements of a block on the CPU: five fp32 arrays of this size fit a core's cache.
-BLOCK = 1 << 17
+RATE = "rate"  # key of a group of parameters: the factor of its learning rate
+BLOCK = 1 << 17  # elements of a block on the CPU: five fp32 arrays of this size fit a core's cache
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,9 @@ class FlatSegment:
         first, last = max(self.offset, begin), min(self.stop, end)
         start = self.start + first - self.offset
         return FlatSegment(self.index, start, start + last - first, first - begin) if first < last else None
+
+
+Segments = Mapping[Tensor, tuple[FlatSegment, ...]]  # of the tensors of an optimizer
 
 
 def parameter_groups(
@@ -69,17 +70,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
     AdamW reads.
     """
 
-    # None: 1.
-    grad_scale: Tensor | None = None
+    grad_scale: Tensor | None = None  # None is 1
     found_inf: Tensor
-    # The run started with moments of another run.
-    primed = False
+    primed = False  # the run started with moments of another run
 
     def attach(
-        self,
-        segments: Mapping[Tensor, tuple[FlatSegment, ...]] | None = None,
-        reduce_on: torch.device | None = None,
-        world: World | None = None,
+        self, segments: Segments | None = None, reduce_on: torch.device | None = None, world: World | None = None
     ) -> None:
         """Enable steps.
 

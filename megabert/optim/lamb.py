@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megabert.optim.guarded import MOMENTS, FlatSegment, GuardedOptimizer, to_device
 
-# indices of units, and for each flat tensor their slices
-Slices = tuple[tuple[int, ...], list[list[Tensor]]]
+Slices = tuple[tuple[int, ...], list[list[Tensor]]]  # indices of units, and for each flat tensor their slices
 
 
 class AdamByUnit(GuardedOptimizer):
@@ -22,8 +21,7 @@ class AdamByUnit(GuardedOptimizer):
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._units = sum(len(group["params"]) for group in self.param_groups)
-        # Indices of units, copied to the device once.
-        self._index_tensors: dict[tuple[int, ...], Tensor] = {}
+        self._index_tensors: dict[tuple[int, ...], Tensor] = {}  # indices of units, copied to the device once
 
     def set_units(self, units: int) -> None:
         """Set the number of units if `attach`'s segments split parameters."""
@@ -107,8 +105,7 @@ class StableAdamW(AdamByUnit):
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, lr, betas, eps)
-        # By indices of units.
-        self._counted: dict[tuple[int, ...], Tensor] = {}
+        self._counted: dict[tuple[int, ...], Tensor] = {}  # by indices of units
 
     def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         skip = self.found_inf.double() != 0

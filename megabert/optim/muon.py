@@ -23,20 +23,16 @@ from torch import Tensor, nn
 
 from megabert.distributed.ranks import World
 from megabert.optim.adamw import AdamW
-from megabert.optim.guarded import MOMENTS, FlatSegment, blocks
+from megabert.optim.guarded import MOMENTS, FlatSegment, GuardedOptimizer, Segments, blocks
 
-# Momentum, with Nesterov's look-ahead.
-MOMENTUM = 0.95
-# Iterations of Newton-Schulz.
-STEPS = 5
+MOMENTUM = 0.95  # momentum, with Nesterov's look-ahead
+STEPS = 5  # iterations of Newton-Schulz
 # Coefficients steep at 0, so that 5 steps bring every singular value to 0.7-1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
-# Root mean square of the elements of AdamW's updates.
-SCALE = 0.2
+SCALE = 0.2  # root mean square of the elements of AdamW's updates
 # Smallest norm: the size of the update does not depend on that of the gradients until their squares are 0 in fp32.
 TINY = 1e-20
-# Key of a group of parameters: whether it holds matrices.
-ORTHOGONAL = "orthogonal"
+ORTHOGONAL = "orthogonal"  # key of a group of parameters: whether it holds matrices
 
 
 @dataclass(frozen=True)
@@ -88,10 +84,8 @@ class MatrixExchange:
     """Parts that a rank sends to the owners of matrices and receives as an owner; updates are exchanged in reverse."""
 
     matrices: tuple[Matrix, ...]
-    # By owner: parts in this rank's partition.
-    held: tuple[tuple[MatrixPart, ...], ...]
-    # By rank: its parts of the matrices that this rank owns.
-    owned: tuple[tuple[MatrixPart, ...], ...]
+    held: tuple[tuple[MatrixPart, ...], ...]  # by owner: parts in this rank's partition
+    owned: tuple[tuple[MatrixPart, ...], ...]  # by rank: its parts of the matrices that this rank owns
 
 
 def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
@@ -105,17 +99,6 @@ def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
             index, rows, columns = number[id(weight)], weight.shape[0] // count, weight.shape[1]
             matrices[index] = tuple(Matrix(index, n * rows * columns, rows, columns) for n in range(count))
     return matrices
-
-
-def muon_groups(model: nn.Module, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of parameters, each of `given` split into matrices of the layers and the rest."""
-    matrices, groups = find_matrices(model), []
-    orthogonal = {id(parameter) for n, parameter in enumerate(model.parameters()) if n in matrices}
-    for group in given:
-        for flag in (True, False):
-            members = [p for p in group["params"] if (id(p) in orthogonal) == flag]
-            groups.append({**group, "params": members, ORTHOGONAL: flag})
-    return [group for group in groups if group["params"]]
 
 
 def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
@@ -177,13 +160,17 @@ class Muon(AdamW):
         self._matrices, self._dtype = find_matrices(model), dtype
         self._whole: dict[Tensor, tuple[FlatSegment, ...]] = {}
         self._whole |= {p: (FlatSegment(n, 0, p.numel(), 0),) for n, p in enumerate(model.parameters())}
-        super().__init__(muon_groups(model, groups), lr, betas, eps)
+        orthogonal = {id(p) for n, p in enumerate(model.parameters()) if n in self._matrices}
+        split = [
+            {**group, "params": members, ORTHOGONAL: flag}
+            for group in groups
+            for flag in (True, False)
+            if (members := [p for p in group["params"] if (id(p) in orthogonal) == flag])
+        ]
+        super().__init__(split, lr, betas, eps)
 
     def attach(
-        self,
-        segments: Mapping[Tensor, tuple[FlatSegment, ...]] | None = None,
-        reduce_on: torch.device | None = None,
-        world: World | None = None,
+        self, segments: Segments | None = None, reduce_on: torch.device | None = None, world: World | None = None
     ) -> None:
         """As `GuardedOptimizer.attach`; a collective."""
         super().attach(segments or self._whole, reduce_on, world)
@@ -209,16 +196,12 @@ class Muon(AdamW):
         try:
             self.param_groups = [group for group in groups if not group[ORTHOGONAL]]
             super()._update()
+            self.param_groups = [group for group in groups if group[ORTHOGONAL]]
+            GuardedOptimizer._update(self)
         finally:
             self.param_groups = groups
-        for group in groups:
-            tensors = [p for p in group["params"] if p.grad is not None]
-            if group[ORTHOGONAL] and tensors:
-                for tensor in tensors:
-                    self._create_state(tensor)
-                self._update_matrices(group, tensors)
 
-    def _update_matrices(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+    def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         """Overwrites gradients. A skipped step runs with g = 0, momentum times 1 and a rate of 0."""
         taken = 1 - self.found_inf
         torch._foreach_add_([self.state[t]["step"] for t in tensors], [taken] * len(tensors))

@@ -16,8 +16,7 @@ from megabert.config import Config
 from megabert.distributed.ranks import World, on_main
 
 FILE = "learning_rates.bin"
-# step, data cursor, seconds, rate, CRC-32 of the other fields
-RECORD = struct.Struct("<qqddI")
+RECORD = struct.Struct("<qqddI")  # step, data cursor, seconds, rate, CRC-32 of the other fields
 
 
 class RateRecord:

@@ -17,8 +17,7 @@ from megabert.common.logs import log
 from megabert.config import Config, flat
 from megabert.sinks import Sink, final, keep_id, known_id, numbers
 
-# characters of a parameter that a server takes
-LONGEST = 6000
+LONGEST = 6000  # characters of a parameter that a server takes
 
 
 def allowed(name: str) -> str:
@@ -45,10 +44,8 @@ class MLflow(Sink):
             self._run = self._known_run(known_id(folder, "mlflow", resume_step))
             if not self._run:
                 self._run = self._client.create_run(number, run_name=folder.resolve().name).info.run_id
-                settings = flat(config.model_dump())
-                parameters = [
-                    self._entities.Param(allowed(name), str(value)[:LONGEST]) for name, value in settings.items()
-                ]
+                settings = flat(config.model_dump()).items()
+                parameters = [self._entities.Param(allowed(name), str(value)[:LONGEST]) for name, value in settings]
                 self._client.log_batch(self._run, params=parameters)
         except self._errors.MlflowException as error:
             raise ValueError(f"log.to=mlflow={project}: {' '.join(str(error).split())}") from None
@@ -89,9 +86,8 @@ class MLflow(Sink):
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(
-            self._run, [self._entities.Metric(allowed(name), v, now, step) for name, v in values.items()]
-        )
+        metrics = [self._entities.Metric(allowed(name), value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._run)

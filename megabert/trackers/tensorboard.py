@@ -14,8 +14,7 @@ from megabert.sinks import Sink, final, numbers
 
 # TensorBoard sorts groups by name and shows the first one: the losses and the learning rate
 FIRST_CURVES = {"train/loss": "1_loss/training", "eval/mlm_loss": "1_loss/held_out", "train/lr": "1_loss/learning_rate"}
-# ranks up to which TensorBoard has a curve for each; with more a histogram
-RANK_CURVES = 64
+RANK_CURVES = 64  # ranks up to which TensorBoard has a curve for each; with more a histogram
 
 
 class TensorBoard(Sink):

@@ -45,5 +45,4 @@ class WeightsAndBiases(Sink):
 
     def close(self) -> None:
         self._run.finish()
-        # its process does not accept the same id twice, as after a rollback
-        self._wandb.teardown()
+        self._wandb.teardown()  # its process does not accept the same id twice, as after a rollback

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import bench_ranks
 from tests.conftest import ROOT
+from tests.integration.conftest import command
 
 DATA = ROOT / "tests/data/golden/dataset/held_out"
 
@@ -17,9 +16,8 @@ DATA = ROOT / "tests/data/golden/dataset/held_out"
 @pytest.mark.dist
 def test_two_ranks_train_restart_and_halve(tmp_path) -> None:
     """It fails where rows are lost or repeated over two restarts, or weights are not those that were saved."""
-    asked = ("--ranks", "2", "--per-node", "2", "--updates", "4", "--timeout", "0", "--data", DATA)
-    command = [sys.executable, "benchmarks/bench_ranks.py", *map(str, asked), "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    asked = ("--ranks", 2, "--per-node", 2, "--updates", 4, "--timeout", 0, "--data", DATA)
+    done = command("benchmarks/bench_ranks.py", *asked, "--json", tmp_path / "found.json", timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["quantity"]: row["values"]["2"] for row in json.loads((tmp_path / "found.json").read_text())["rows"]}
     # 3 commands of 4 updates of 8 rows; weights and moments of both ranks, and the manifest

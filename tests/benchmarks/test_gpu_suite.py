@@ -12,7 +12,6 @@ import sys
 import time
 import tomllib
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -28,60 +27,51 @@ from benchmarks.gpu import pack
 from megabert import ops
 from megabert.common.processes import is_alive
 from tests.conftest import ROOT
+from tests.helpers.waiting import wait_until
+from tests.integration.conftest import command
 from tests.ops.oracle import needs_library
 
 ENV = hardware.clone_environment(OMP_NUM_THREADS="1")
-WRITE = "import json, sys; json.dump({'about': 1, 'ms': 2.5}, open(sys.argv[-1], 'w'))"
 
 
-def run(code: str, seconds: float = 30, keys: Sequence[str] = ("machine",)) -> list[tuple[str, dict[str, Any]]]:
-    """Results of a process that runs `code`."""
-    return list(gpu_suite.run_items(list(keys), lambda target: ["-c", code, str(target)], ENV, seconds))
+def run(code: str, seconds: float = 30) -> dict[str, Any]:
+    """The result of a process that runs `code`."""
+    ((_, result),) = gpu_suite.run_items(["machine"], lambda target: ["-c", code, str(target)], ENV, seconds)
+    return result
 
 
 def test_an_item_that_crashes_or_hangs_is_one_failed_result() -> None:
-    ((_, done),) = run(WRITE)
+    done = run("import json, sys; json.dump({'about': 1, 'ms': 2.5}, open(sys.argv[-1], 'w'))")
     assert done["state"] == "done" and done["value"] == {"ms": 2.5}
-    ((_, crashed),) = run("import os; print('misaligned address', flush=True); os.abort()")
+    crashed = run("import os; print('misaligned address', flush=True); os.abort()")
     assert (crashed["state"], crashed["reason"]) == ("failed", "SIGABRT") and "misaligned" in crashed["output"]
-    ((_, hung),) = run("import time; time.sleep(600)", seconds=1)
+    hung = run("import time; time.sleep(600)", seconds=1)
     assert (hung["state"], hung["reason"]) == ("failed", "no end after 1 s") and hung["seconds"] < 20
 
 
 LINES = """
-import json, sys
+import json, sys, time
 for key in sys.argv[2:]:
     if 'broken' in key: sys.exit('out of memory')
-    print(json.dumps({'key': key, 'value': {'of': key}}), file=open(sys.argv[1], 'a'), flush=True)
+    line = json.dumps({'key': key, 'value': {'of': key}}) + '\\n'
+    for half in (line[:20], line[20:]):
+        print(half, end='', file=open(sys.argv[1], 'a'), flush=True)
+        time.sleep(0.7)
 """
 
 
 def test_steps_share_a_process_until_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process writes a line for each key, and ends at one that is named so."""
+    """A process writes a line for each key, whose second half is waited for, and ends at one that is named so."""
     keys = ["steps/one 128x2", "steps/broken 128x2", "steps/three 128x2", "steps/four 128x2"]
     suite = gpu_suite.Suite("cpu", True, Path("pack"))
-    command = Mock(side_effect=lambda keys, options, target: ["-c", LINES, str(target), *keys])
-    monkeypatch.setattr(gpu_suite.Suite, "command", command)
+    made = Mock(side_effect=lambda keys, options, target: ["-c", LINES, str(target), *keys])
+    monkeypatch.setattr(gpu_suite.Suite, "command", made)
     found = dict(gpu_suite.results(suite, dict.fromkeys(keys, ""), ENV, time.monotonic() + 60))
-    assert [list(call.args[0]) for call in command.call_args_list] == [keys, keys[2:]]
+    assert [list(call.args[0]) for call in made.call_args_list] == [keys, keys[2:]]
     assert [found[key]["state"] for key in keys] == ["done", "failed", "done", "done"]
     assert found[keys[3]]["value"] == {"of": keys[3]} and "out of memory" in found[keys[1]]["output"]
     late = dict(gpu_suite.results(suite, dict.fromkeys(keys, ""), ENV, time.monotonic()))
     assert {result["state"] for result in late.values()} == {"skipped"}
-
-
-HALVES = """
-import sys, time
-with open(sys.argv[1], 'w') as file:
-    for half in ('{"key": "one", "val', 'ue": {"ms": 2}}\\n'):
-        print(half, end='', file=file, flush=True)
-        time.sleep(1.5)
-"""
-
-
-def test_a_result_that_is_being_written_is_waited_for() -> None:
-    ((_, found),) = run(HALVES, keys=["steps/one 128x2"])
-    assert found["state"] == "done" and found["value"] == {"ms": 2}
 
 
 def test_items_end_with_the_suite(tmp_path: Path) -> None:
@@ -89,19 +79,12 @@ def test_items_end_with_the_suite(tmp_path: Path) -> None:
     code = f"list(gpu_suite.run_items(['machine'], lambda _: ['-c', {child!r}], dict(os.environ), 60))"
     code = f"import os; from benchmarks import gpu_suite\n{code}"
     suite = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=ENV)
-    file, end = tmp_path / "pid", time.monotonic() + 30
-    while not (file.is_file() and file.read_text().endswith(".")) and time.monotonic() < end:
-        time.sleep(0.05)
+    file = tmp_path / "pid"
+    wait_until(lambda: file.is_file() and file.read_text().endswith("."))
     pid = int(file.read_text()[:-1])
     suite.kill()
     suite.wait()
-    while is_alive(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not is_alive(pid)
-
-
-class Restarted(Exception):
-    """Takes the place of the process that os.execv replaces."""
+    wait_until(lambda: not is_alive(pid))
 
 
 @needs_library
@@ -114,12 +97,12 @@ def test_a_failed_capture_restarts_without_its_side(tmp_path: Path, monkeypatch:
             raise measure.CaptureFailed("ours", RuntimeError("operation not permitted when stream is capturing"))
         return {side: [1.0] for side in sides}
 
-    execv = Mock(side_effect=Restarted)
+    execv = Mock(side_effect=SystemExit)  # it does not return
     target = tmp_path / "ops.json"
     monkeypatch.setattr(bench_ops, "kernel_times", kernel_times)
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(sys, "argv", ["bench_ops.py", "--small", "--only", "softmax_mask", "--json", str(target)])
-    with pytest.raises(Restarted):
+    with pytest.raises(SystemExit):
         bench_ops.main()
     assert timed == ["torch", "ours"], "the peer runs before what may leave the device in another state"
     monkeypatch.setattr(sys, "argv", execv.call_args.args[1][1:])
@@ -147,9 +130,8 @@ def test_right_comes_before_fast() -> None:
 @needs_library
 def test_a_small_run_on_the_cpu(tmp_path: Path) -> None:
     """By a pack without wheels, for this environment."""
-    command = [sys.executable, "benchmarks/gpu_suite.py", "--device", "cpu", "--quick"]
-    command += [*make_pack(tmp_path, wheels=False), "--json", str(tmp_path / "gpu.json")]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
+    options = ("--device", "cpu", "--quick", *make_pack(tmp_path, wheels=False), "--json", tmp_path / "gpu.json")
+    done = command("benchmarks/gpu_suite.py", *options, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "gpu.json").read_text())["results"]
     keys = [key for items in gpu_suite.CALLS.values() for key in items]
@@ -252,8 +234,7 @@ def test_a_folder_that_is_no_pack_is_neither_used_nor_replaced(tmp_path: Path) -
     with pytest.raises(ValueError, match="exists and is not a pack"):
         pack.make(tmp_path, ["pydoc"], 2000)
     assert (tmp_path / "thesis.tex").exists()
-    command = [sys.executable, "benchmarks/gpu_suite.py", "--pack", str(tmp_path)]
-    missing = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
+    missing = command("benchmarks/gpu_suite.py", "--pack", tmp_path)
     assert missing.returncode == 2 and "is not a finished pack; --make-pack makes one" in missing.stderr
 
 
@@ -269,9 +250,9 @@ def python_of_the_machine() -> str:
 @pytest.mark.skipif(not python_of_the_machine(), reason=f"there is no Python {pack.PYTHON}")
 def test_the_suite_is_rehearsed_with_the_machines_python_and_torch(tmp_path: Path) -> None:
     """The operations' tests and training runs with the oldest torch that is allowed, 2.11; every wheel is needed, and named without."""
-    command = [sys.executable, "benchmarks/gpu/rehearse.py", "--python", python_of_the_machine(), *make_pack(tmp_path)]
+    words = ("benchmarks/gpu/rehearse.py", "--python", python_of_the_machine(), *make_pack(tmp_path))
     for more in (["--each-wheel"], []):
-        done = subprocess.run([*command, *more], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3000)
+        done = command(*words, *more, timeout=3000)
         assert done.returncode == 0, done.stdout + done.stderr
     tests = next(line for line in done.stdout.splitlines() if line.startswith("tests "))
     assert int(re.findall(r"(\d+) passed", tests)[0]) > 300 and "failed" not in tests

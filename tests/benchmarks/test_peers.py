@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from megabert.finetune.encoding import TaskEncoding, collect_labels
 from megabert.hf.mapping import from_huggingface
 from tests.conftest import ROOT
 from tests.helpers import finetune_problem, wordpiece
+from tests.integration.conftest import command
 
 SIZE = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=50, max_positions=16, dropout=0.0, attention_dropout=0.0)
 GOLDEN = ROOT / "tests/data/golden/dataset"
@@ -159,10 +158,9 @@ def test_the_peers_instances_are_the_texts_ids_in_order(peer: str, tmp_path: Pat
 
 def test_without_a_vocabulary_no_ratio_is_made(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("A sentence of a few words stands here. Another one follows it.\n\n" * 400)
-    command = [sys.executable, "benchmarks/bench_prep.py", "--input", str(tmp_path / "text"), "--workers", "1"]
-    command += ["--repeats", "1", "--vocab", str(tmp_path / "none.txt")]
-    command += ["--tokenizer", str(wordpiece.write(tmp_path / "vocab.txt"))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    options = ("--workers", 1, "--repeats", 1, "--vocab", tmp_path / "none.txt")
+    options += ("--tokenizer", wordpiece.write(tmp_path / "vocab.txt"))
+    done = command("benchmarks/bench_prep.py", "--input", tmp_path / "text", *options)
     assert done.returncode == 0 and "ratio not measured" in done.stdout, done.stderr
 
 
@@ -199,12 +197,12 @@ def test_trainer_has_the_inputs_of_ours(kind: str, file: str, tuned: Path) -> No
 
 
 def test_trainer_learns_and_leaves_what_ours_leaves(tuned: Path) -> None:
-    command = (
-        f"--model {tuned}/hf --train {tuned}/train.conll --dev {tuned}/test.conll --test {tuned}/test.conll".split()
-    )
-    command += f"--kind tag --metric f1 --lr 1e-2 --batch 8 --epochs 6 --max-length 8 --output {tuned}/out".split()
-    command += ["--precision", "fp32"]
-    trainer.main([*command, "--seeds", "1"])
+    options = (
+        f"--model {tuned}/hf --train {tuned}/train.conll --dev {tuned}/test.conll --test {tuned}/test.conll "
+        "--kind tag --metric f1 --lr 1e-2 --batch 8 --epochs 6 --max-length 8 --precision fp32 --seeds 1 "
+        f"--output {tuned}/out"
+    ).split()
+    trainer.main(options)
     result = json.loads((tuned / "out/seed1/result.json").read_text())
     found = tuned / "out/seed1/predictions-test.conll"
     f1 = bench_finetune.ratio(bench_finetune.entity_tallies(found, found))
@@ -214,7 +212,7 @@ def test_trainer_learns_and_leaves_what_ours_leaves(tuned: Path) -> None:
     assert {entry.name for entry in (tuned / "out/seed1").iterdir()} == {"result.json", found.name}
     for option, value in (("--dropout", "0"), ("--precision", "bf16")):
         with pytest.raises(ValueError, match=r"the peer is for .* not (dropout|tag)"):
-            trainer.main([*command, option, value])
+            trainer.main([*options, option, value])
 
 
 def test_word_without_a_token_is_outside_entities() -> None:

@@ -1,5 +1,4 @@
-"""A save that dies, fails or is slow harms nothing: what was committed stays, nothing unfinished is ever seen, and training
-continues meanwhile."""
+"""A save that dies, fails or is slow harms nothing: the committed stays, the unfinished is unseen, training goes on."""
 
 from __future__ import annotations
 
@@ -9,8 +8,6 @@ import resource
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from tests.checkpoint.test_store import FakeEngine, at_moments, names, saved_run
 from tests.helpers import tiny
 from tests.helpers.ranks import CONTEXT, run_ranks
 from tests.helpers.simulated_ranks import ALONE
+from tests.helpers.waiting import wait_until
 
 CALLS = [
     *((os, name) for name in ("fsync", "rename", "replace", "unlink")),
@@ -175,14 +173,6 @@ def test_read_errors_are_tried_again(module, function, name, tmp_path, monkeypat
     assert steps(tmp_path) == [10, 20]  # the newest may be whole, and no older one takes its place
 
 
-def wait_until(condition: Callable[[], bool], update: Callable[[], Any] = lambda: None) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        update()
-        time.sleep(0.002)
-
-
 def test_the_next_save_commits_the_one_in_flight(tmp_path, monkeypatch):
     """Of which it has kept a snapshot; the weights have changed meanwhile."""
     gate, write = threading.Event(), store.write_slices
@@ -244,14 +234,14 @@ def test_training_waits_for_no_commit_or_removal(tmp_path, monkeypatch):
     update = lambda: checkpoints.advance(checkpoints.status)  # noqa: E731
     for step in (1, 2, 3):
         checkpoints.save(FakeEngine(step), state(step, tiny.config()))
-        wait_until(lambda: checkpoints.status == store.COMMITTING, update)
+        wait_until(lambda: update() or checkpoints.status == store.COMMITTING)
         assert f"step-{step:08d}" not in names(tmp_path)
         checkpoints.advance(store.WRITTEN)  # reduced before the commit began
         assert checkpoints.in_flight
         gates["commit"].set()
-        wait_until(lambda: not checkpoints.in_flight, update)
+        wait_until(lambda: update() or not checkpoints.in_flight)
         gates["commit"].clear()
         assert Checkpoints(tmp_path, ALONE).latest() == tmp_path / "checkpoints" / f"step-{step:08d}"
     assert len([name for name in names(tmp_path) if name.startswith(".saving-old-")]) == 2  # no update waited
     gates["remove"].set()
-    wait_until(lambda: names(tmp_path) == ["chain.jsonl", "pointer.json", "step-00000003"], update)
+    wait_until(lambda: names(tmp_path) == ["chain.jsonl", "pointer.json", "step-00000003"])

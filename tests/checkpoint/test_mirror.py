@@ -59,10 +59,12 @@ def checkpoint(run: Path, step: int, best: int = -1, text: bytes = b"") -> Path:
     return folder
 
 
-def opened(url: str, run: Path, **settings: Any) -> Mirror:
+def opened(url: str, run: Path, *steps: int, best: int = -1, **settings: Any) -> Mirror:
+    """The mirror of a run that then has checkpoints of these steps too."""
     made = Mirror(CheckpointConfig(mirror=url, **settings), run)
-    made.lock.acquire()
-    made.restore()
+    made.open()
+    for step in steps:
+        checkpoint(run, step, best)
     return made
 
 
@@ -79,9 +81,7 @@ def steps(url: str) -> list[int]:
 
 def test_kept_and_best_checkpoints_survive_an_empty_disk(proxy: Proxy, tmp_path: Path) -> None:
     url, settings = "s3://runs/kept", {"keep": 2, "keep_every": 10}
-    first = opened(url, tmp_path / "first", **settings)
-    for step in (10, 13, 17, 20, 25):
-        checkpoint(tmp_path / "first", step, best=13)
+    first = opened(url, tmp_path / "first", 10, 13, 17, 20, 25, best=13, **settings)
     (tmp_path / "first/hang-0.txt").write_text("stacks of this machine")
     first.upload()
     assert steps(url) == [10, 13, 17, 20, 25]
@@ -126,8 +126,7 @@ def test_a_damaged_checkpoint_is_taken_from_the_mirror(name: str, proxy: Proxy, 
 def test_a_checkpoint_is_there_whole_or_not(proxy: Proxy, tmp_path: Path) -> None:
     """The upload fails at each request in turn; what is readable is the newest whole checkpoint."""
     url, run = "s3://runs/whole", tmp_path / "run"
-    made = opened(url, run, keep=1)
-    checkpoint(run, 1)
+    made = opened(url, run, 1, keep=1)
     made.upload()
     checkpoint(run, 2)
     finished = False
@@ -155,9 +154,7 @@ def test_a_checkpoint_is_there_whole_or_not(proxy: Proxy, tmp_path: Path) -> Non
 
 def test_a_step_that_was_saved_again_replaces_the_other(proxy: Proxy, tmp_path: Path) -> None:
     url, run = "s3://runs/again", tmp_path / "run"
-    made = opened(url, run)
-    for step in (5, 8):
-        checkpoint(run, step)
+    made = opened(url, run, 5, 8)
     made.upload()
     checkpoint(run, 5, text=b"other weights")
     shutil.rmtree(run / "checkpoints/step-00000008")
@@ -168,11 +165,8 @@ def test_a_step_that_was_saved_again_replaces_the_other(proxy: Proxy, tmp_path: 
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(proxy: Proxy, tmp_path: Path, capsys: Any) -> None:
-    url, run = "s3://runs/damaged", tmp_path / "run"
-    made = opened(url, run)
-    for step in (5, 8):
-        checkpoint(run, step)
-    made.close()
+    url = "s3://runs/damaged"
+    opened(url, tmp_path / "run", 5, 8).close()
     place = f"{url}/checkpoints/step-00000008/{FILE}"
     storage.write(place, b"weights of 9")
     opened(url, tmp_path / "other").lock.release()
@@ -186,8 +180,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(proxy: Proxy, tmp_path
 
 def test_one_job_at_a_time(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "s3://runs/one"
-    first = opened(url, tmp_path / "first")
-    checkpoint(tmp_path / "first", 5)
+    first = opened(url, tmp_path / "first", 5)
     first.upload()
     on_other_machines(monkeypatch)
     with pytest.raises(ValueError, match=r"^s3://runs/one is in use by pid \d+ on host .*; wait for it"):
@@ -218,9 +211,7 @@ def test_of_several_jobs_that_start_together_one_has_the_mirror(proxy: Proxy, tm
 
 def test_a_slash_too_many_names_the_same_place(proxy: Proxy, tmp_path: Path) -> None:
     """As where a URL that ends in one was joined to a name."""
-    made = opened("s3://runs/slashes//phase1/", tmp_path / "run")
-    checkpoint(tmp_path / "run", 5)
-    made.close()
+    opened("s3://runs/slashes//phase1/", tmp_path / "run", 5).close()
     opened("s3://runs/slashes/phase1", tmp_path / "one").lock.release()
     opened("s3://runs/slashes//phase1/", tmp_path / "other")
     for name in ("one", "other"):
@@ -229,9 +220,7 @@ def test_a_slash_too_many_names_the_same_place(proxy: Proxy, tmp_path: Path) -> 
 
 def test_another_run_is_refused(proxy: Proxy, tmp_path: Path) -> None:
     url = "s3://runs/other"
-    made = opened(url, tmp_path / "run")
-    checkpoint(tmp_path / "run", 5)
-    made.close()
+    opened(url, tmp_path / "run", 5).close()
     checkpoint(tmp_path / "other", 9)
     (tmp_path / "other/checkpoints/chain.jsonl").write_text('{"step": 9}\n')
     with pytest.raises(ValueError, match=r"^checkpoint.mirror=s3://runs/other: holds a different run than"):
@@ -257,8 +246,7 @@ def test_uploads_that_a_run_waits_for_are_progress(proxy: Proxy, tmp_path: Path)
 
 
 def test_an_upload_that_failed_is_no_success(proxy: Proxy, tmp_path: Path) -> None:
-    made = opened("s3://runs/failed", tmp_path / "run")
-    checkpoint(tmp_path / "run", 5)
+    made = opened("s3://runs/failed", tmp_path / "run", 5)
     proxy.fault = lambda method, path, number: UNAVAILABLE if "step-" in path and method == "PUT" else PASS
     with pytest.raises(Failed, match=r"^s3://runs/failed/checkpoints/step-00000005/.*; the run folder is complete"):
         made.close()
@@ -286,8 +274,7 @@ def test_no_error_ends_the_uploads(proxy: Proxy, tmp_path: Path, monkeypatch: py
 
 
 def test_an_end_at_an_uploads_start_is_noticed(proxy: Proxy, tmp_path: Path) -> None:
-    made = opened("s3://runs/ends", tmp_path / "run")
-    checkpoint(tmp_path / "run", 5)
+    made = opened("s3://runs/ends", tmp_path / "run", 5)
 
     class Closing(threading.Event):
         def clear(self) -> None:
@@ -305,12 +292,9 @@ def test_an_end_at_an_uploads_start_is_noticed(proxy: Proxy, tmp_path: Path) -> 
 def test_stale_lists_hide_no_checkpoint_and_no_job(proxy, tmp_path, monkeypatch) -> None:
     """Every list is that of the time before the newest checkpoint, and before the job that wrote it."""
     url, run = "s3://runs/stale", tmp_path / "run"
-    made = opened(url, run, keep=1)
-    checkpoint(run, 5)
-    made.close()
+    opened(url, run, 5, keep=1).close()
     proxy.fault = lambda method, path, number: STALE if listing(path) else PASS
-    made = opened(url, run, keep=1)
-    checkpoint(run, 8)
+    made = opened(url, run, 8, keep=1)
     shutil.rmtree(run / "checkpoints/step-00000005")
     made.upload()
     other = tmp_path / "other"
@@ -322,17 +306,14 @@ def test_stale_lists_hide_no_checkpoint_and_no_job(proxy, tmp_path, monkeypatch)
     assert (other / "checkpoints/step-00000008" / FILE).read_bytes() == b"weights of 8"
     assert proxy.failed[STALE] > 4
     proxy.fault = lambda *_: PASS
-    last = opened(url, other, keep=1)
-    last.close()
+    opened(url, other, keep=1).close()
     assert steps(url) == [8] and len(storage.find(f"{url}/lock")) == 1
 
 
 def test_a_download_that_was_interrupted_is_completed(proxy: Proxy, tmp_path: Path) -> None:
     """The next start copies what is missing, whichever object could not be read."""
     url, run = "s3://runs/interrupted", tmp_path / "run"
-    made = opened(url, run)
-    for step in (5, 8):
-        checkpoint(run, step, best=5)
+    made = opened(url, run, 5, 8, best=5)
     made.close()
     for name in ("metrics.jsonl", "chain.jsonl", "step-00000005", "step-00000008"):
         here = tmp_path / name
@@ -349,9 +330,9 @@ def test_a_download_that_was_interrupted_is_completed(proxy: Proxy, tmp_path: Pa
 
 def test_a_damaged_manifest_replaces_no_whole_checkpoint(proxy: Proxy, tmp_path: Path, capsys: Any) -> None:
     url, run = "s3://runs/manifest", tmp_path / "run"
-    made = opened(url, run)
-    manifest = checkpoint(run, 5) / "manifest.json"
+    made = opened(url, run, 5)
     made.upload()
+    manifest = run / "checkpoints/step-00000005/manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
     made.close()
     assert "step-00000005/manifest.json cannot be read; this checkpoint is not uploaded" in capsys.readouterr().err

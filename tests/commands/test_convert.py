@@ -20,9 +20,9 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.open_run import open_run
 from megabert.optim.schedule import learning_rate
 from tests.helpers import runs, wordpiece
+from tests.helpers.golden_runs import DATA, SMALL
 from tests.helpers.loop import StopAt
 from tests.helpers.refusal import one_line, refusal
-from tests.test_held_out_by_dataset import DATA, SMALL
 
 # it writes to stderr
 transformers.logging.disable_progress_bar()

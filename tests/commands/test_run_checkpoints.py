@@ -1,6 +1,5 @@
 """Checkpoints of a run: their mean, updates repeated, and pushed to a hub, a stand-in on this machine."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -18,11 +17,11 @@ from megabert.config import Config, replace
 from megabert.distributed.ranks import World
 from tests.finetune.test_huggingface import problem
 from tests.helpers import finetuned, runs
+from tests.helpers.golden_runs import DATA, SMALL, random_rows, trained
 from tests.helpers.hub import PRIVATE, READ_TOKEN, TOKEN, Hub
 from tests.helpers.prep_reading import contents
 from tests.helpers.refusal import refusal
-from tests.integration.conftest import command
-from tests.test_held_out_by_dataset import DATA, SMALL, random_rows, trained
+from tests.integration.conftest import command, metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "models/some/bert"
@@ -70,8 +69,7 @@ def test_every_reader_takes_the_mean(world: World, run: Path, tmp_path: Path) ->
     assert hf.load(tmp_path / "hf").weights.keys() == hf.load(mean).weights.keys()
     assert fill.main(["--model", str(mean), "one [MASK] two"]) == 0
     start = trained(world, tmp_path / "next", f"init_from={mean}", "schedule.total_steps=1", "eval.interval=1")
-    lines = [json.loads(line) for line in (tmp_path / "next/metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["eval/mlm_loss"] == pytest.approx(found["eval/mlm_loss"], rel=1e-5) and start
+    assert metrics(tmp_path / "next")[0]["eval/mlm_loss"] == pytest.approx(found["eval/mlm_loss"], rel=1e-5) and start
     with pytest.raises(ValueError, match="the mean of steps"):
         trained(world, mean, *THREE)
 
@@ -85,30 +83,15 @@ def test_other_models_cannot_be_averaged(world: World, run: Path, tmp_path: Path
     assert "its hidden is 64, the newest one's 32" in said and not (tmp_path / "mean").exists()
 
 
-TRACKER = """
-from pathlib import Path
-from megabert.sinks import Sink
-class Folders(Sink):
-    def __init__(self, folder, config, resume_step, project):
-        with open(Path(__file__).with_name("folders.txt"), "a") as file:
-            print(folder, file=file)
-"""
-
-
-def test_an_extended_run_is_replayed(tmp_path: Path, capsys, own_signals: None, monkeypatch) -> None:
-    """Its tracker does not learn of it."""
-    (tmp_path / "folders_tracker.py").write_text(TRACKER)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_an_extended_run_is_replayed(tmp_path: Path, capsys, own_signals: None) -> None:
     data, run = str(random_rows(tmp_path / "data", 40, seed=1)), str(tmp_path / "run")
     words = ["--config", "tiny", "--data", data, "--run", run, *SMALL, "checkpoint.interval=1", "checkpoint.keep=5"]
-    words.append('log.to=["folders_tracker:Folders"]')
     assert train.main(words) == 0
     assert train.main([*words, "--extend", "schedule.total_steps=3"]) == 0
     assert replay.main([run, "--from", "2", "--to", "3"]) == 0
     assert "digests of weights of steps 3 to 3 are equal bit for bit" in capsys.readouterr().out
     assert replay.main([run, "--from", "1", "--to", "3"]) == 2
     assert "--from 1 --to 3: the configuration changed at step 2; replay up to it" in capsys.readouterr().err
-    assert (tmp_path / "folders.txt").read_text().split() == [run, run]
 
 
 def test_a_repetition_has_no_tracker_and_no_mirror(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ import gzip
 import json
 
 import pyarrow as pa
-import pyarrow.feather
 import pyarrow.parquet as parquet
 import pytest
 
 from megabert.common import tables
+from tests.helpers.prep_reading import write_table
 
 ROWS = [
     {"title": "A", "inner": {"body": "one"}, "label": 1, "many": [0, 1], "number": 2.5},
@@ -26,18 +26,12 @@ def write(folder, name, rows, features=True):
     table = pa.Table.from_pylist(rows)
     if features:
         table = table.replace_schema_metadata({"huggingface": json.dumps(FEATURES)})
-    if name.endswith("parquet"):
-        parquet.write_table(table, path, row_group_size=2)
-    elif name.endswith("feather"):
-        pyarrow.feather.write_feather(table, str(path))
-    elif name == "saved":
-        path.mkdir()
-        parts = [write(path, f"data-{i}.arrow", rows[i::2], features) for i in range(2)]
-        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": p.name} for p in parts]}))
-        (path / "dataset_info.json").write_text("{}")
-    else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
-            out.write_table(table)
+    if name != "saved":
+        return write_table(path, table, rows=2)
+    path.mkdir()
+    parts = [write(path, f"data-{i}.arrow", rows[i::2], features) for i in range(2)]
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": p.name} for p in parts]}))
+    (path / "dataset_info.json").write_text("{}")
     return path
 
 

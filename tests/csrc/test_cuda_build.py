@@ -1,5 +1,5 @@
-"""CUDA sources without a GPU: they compile, no kernel spills registers, launches are checked, and what they call of torch is
-called by the CPU sources too, so that tests of the CPU run it."""
+"""CUDA sources without a GPU: they compile, no kernel spills registers or adds atomically, launches are checked, and what they
+call of torch is called by the CPU sources too, so that tests of the CPU run it."""
 
 import math
 import re
@@ -78,6 +78,13 @@ def test_every_launch_is_checked(path: Path) -> None:
         while rest[:ends].count("(") != rest[:ends].count(")") or not rest[:ends].endswith(";"):
             ends += 1
         assert rest[ends:].lstrip().startswith("check_launch("), f"{path.name}: unchecked launch: {rest[:60]!r}"
+
+
+def test_our_kernels_add_nothing_atomically() -> None:
+    sources = [path for path in CSRC.rglob("*.*") if path.suffix in (".cu", ".cuh", ".h")]
+    assert len(sources) > 10
+    atomic = [path.name for path in sources if re.search(r"\batomic\w*\(|\bred\.\w+", code(path))]
+    assert not atomic, f"{atomic}: sums are taken in a fixed order (docs/reproducibility.md)"
 
 
 # A wrong argument of torch_call_dispatcher shows only when it is called: it is not called by hand.

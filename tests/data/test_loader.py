@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -30,6 +29,7 @@ from tests.helpers import wordpiece
 from tests.helpers.ranks import CONTEXT
 from tests.helpers.rows import make_dataset, vocabulary
 from tests.helpers.streams import key
+from tests.helpers.waiting import wait_until
 
 ROWS, GLOBAL, SEED = 180, 48, 3  # 15 updates are 4 epochs; blocks of 8, the last of 4; 3 shards
 
@@ -185,30 +185,19 @@ def test_workers_ignore_signals_and_end_with_the_loader(dataset):
     assert not any(w.is_alive() for w in workers) and next(loader, None) is None
 
 
-def test_without_shared_memory_rows_are_made_here(dataset, monkeypatch, caplog):
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=4096))
+@pytest.mark.parametrize(("causal_every", "ranks", "room"), [(0, 1, 0), (2, 1, 2), (0, 2, 4), (0, 3, 4)])
+def test_without_room_in_shared_memory_rows_are_made_here(dataset, monkeypatch, caplog, causal_every, ranks, room):
+    """For causal updates, which are larger, and for all ranks of a node; `room`: for how many updates of masked LM."""
+    masking = MaskingConfig(causal_every=causal_every)
+    narrow, wide = MaskedRows(dataset, vocabulary(), SEED, 8, masking).layout(GLOBAL, masking).sizes()
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=room * (4 * narrow + 8 * wide), f_frsize=1))
     with caplog.at_level("WARNING", logger="megabert"):
-        loader = loader_of(dataset, workers=2)
-    assert "/dev/shm has 0 MiB free, loader processes need " in caplog.text and "data.workers=0 is used" in caplog.text
-    assert not loader._workers and [next(loader).step for _ in range(3)] == [0, 1, 2]
-
-
-def test_room_is_counted_for_causal_updates(dataset, monkeypatch):
-    masking = MaskingConfig(causal_every=2)
-    masked = loader_of(dataset, masking=masking)
-    narrow, wide = masked._source.layout(masked.rows, masking).sizes()
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2 * (4 * narrow + 8 * wide), f_frsize=1))
-    assert not loader_of(dataset, masking=masking, workers=1, prefetch=2)._workers
-
-
-def test_room_is_counted_for_the_ranks_of_a_node(dataset, monkeypatch):
-    alone = loader_of(dataset)
-    narrow, wide = alone._source.layout(alone.rows, alone._source.masking).sizes()
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4 * (4 * narrow + 8 * wide), f_frsize=1))
-    for ranks in (2, 3):
-        loader = loader_of(dataset, workers=1, prefetch=2, node_ranks=ranks)
-        assert bool(loader._workers) == (ranks == 2)
-        loader.close()
+        loader = loader_of(dataset, masking=masking, workers=1, prefetch=2, node_ranks=ranks)
+    assert bool(loader._workers) == (ranks == 2)
+    warning = "/dev/shm has 0 MiB free, loader processes need 0: data.workers=0 is used"
+    assert (warning in caplog.text) == (ranks != 2)
+    assert [next(loader).step for _ in range(3)] == [0, 1, 2]
+    loader.close()
 
 
 def take_and_die(folder, connection):
@@ -227,10 +216,7 @@ def test_workers_end_with_a_killed_process(dataset):
     workers, batches = receiver.recv()
     process.join()
     assert process.exitcode == -signal.SIGKILL and len(workers) == 2
-    deadline = time.monotonic() + 3  # torch's own look at its parent comes every 5 s
-    while any(map(is_alive, workers)):
-        assert time.monotonic() < deadline, "loader workers outlive their process"
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_alive, workers)), timeout=3)  # torch's own look at its parent comes every 5 s
     loader = loader_of(dataset)
     assert batches == [next(loader).batches[0].input_ids.tolist() for _ in range(3)]
 
@@ -278,20 +264,20 @@ def test_a_causal_batch_equals_the_hand_computed_one(tmp_path):
     assert batch.mlm_positions.tolist() == [[0, 1, 2, 3, 4, 6, 7, 8, 0, 0, 0, 0], [*range(12, 23), 12]]
 
 
-@pytest.mark.parametrize(("workers", "start"), [(0, 0), (2, 4)])
-def test_each_third_update_is_causal(dataset, workers, start):
-    mix = MaskingConfig(causal_every=3)
+@pytest.mark.parametrize(("strategy", "workers", "start"), [("token", 0, 0), ("word", 2, 4), ("span", 0, 1)])
+def test_each_third_update_is_causal(dataset, strategy, workers, start):
+    mix, plain = (MaskingConfig(strategy=strategy, causal_every=every) for every in (3, 0))
     mixed = {"masking": mix, "workers": workers}
-    loaders = [loader_of(dataset, start_step=start, **options) for options in (mixed, {})]
+    loaders = [loader_of(dataset, start_step=start, **options) for options in (mixed, {"masking": plain})]
     for step, (update, masked) in zip(range(start, start + 5), zip(*loaders, strict=True), strict=False):
         assert update.objective == ("causal" if step in (2, 5, 8) else "masked")
         assert (update.row_ids == masked.row_ids).all()
-        for batch, plain in zip(update.batches, masked.batches, strict=True):
+        for batch, other in zip(update.batches, masked.batches, strict=True):
             assert batch.causal == (update.objective == "causal")
             if batch.causal:
                 assert batch.mlm_labels.shape[1] == 32 and batch.predictions == batch.tokens - batch.sequences
             else:
-                assert all(batch.inputs()[name].equal(plain.inputs()[name]) for name in TENSORS)
+                assert all(batch.inputs()[name].equal(other.inputs()[name]) for name in TENSORS)
     for loader in loaders:
         loader.close()
     config = from_dict({"model": {"nsp": False}, "data": {"masking": mix.model_dump()}})

@@ -23,6 +23,7 @@ from megabert.data.shards import Cache, Dataset, Manifest, verify
 from megabert.data.shards.remote import _alone, unique
 from tests.helpers import rows as sample
 from tests.helpers.object_store import PASS, STALE, UNAVAILABLE, Proxy, listing
+from tests.helpers.waiting import wait_until
 
 pytest.importorskip("s3fs")
 
@@ -141,10 +142,7 @@ def test_shards_are_fetched_before_they_are_needed(url, tmp_path):
     assert shown[-1] == (64, 64)
     row_ids, _ = remote.order(5, np.arange(64))
     assert {f"shard-{shard:06d}.tar" for shard in row_ids // 64} <= {path.name for path in copies(cache)}
-    deadline = time.monotonic() + 60
-    while len(copies(cache)) < 100 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(copies(cache)) == 100
+    wait_until(lambda: len(copies(cache)) == 100, timeout=60)
 
 
 def test_a_cache_has_just_room_for_few_shards(proxy, tmp_path):

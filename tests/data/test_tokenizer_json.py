@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megabert.data.tokenizer import Tokenizer
-from megabert.hf import tokenizer_files
 from tests.helpers import fast_tokenizers, tokenizers
 from tests.helpers.prep_reading import write_all
 from tests.helpers.prep_texts import ids_of_build
@@ -49,17 +48,6 @@ def test_transformers_loads_the_same_ids(tokenizer, tmp_path):
     assert peer("the sea", "the shells")["input_ids"].count(2) == 2
     assert (peer.pad_token_id, peer.mask_token_id) == (1, 4)
     assert Tokenizer.load(tmp_path / "tokenizer.json").encode_masked(texts[3]) == tokenizer.encode_masked(texts[3])
-
-
-def test_offsets_are_characters_of_the_text(tokenizer):
-    texts = [*TEXT[:3], "  the naïve\u200b sea "]
-    encoded = tokenizer_files.encode_with_offsets(tokenizer, texts)
-    assert [ids for ids, _ in encoded] == tokenizer_files.encode(tokenizer, texts)
-    for text, (ids, offsets) in zip(texts, encoded, strict=True):
-        assert len(ids) == len(offsets)
-        covered = {i for a, b in offsets.tolist() for i in range(a, b)}
-        shown = "".join(text[i] for i in sorted(covered))
-        assert "".join(shown.replace("\u200b", "").split()) == "".join(text.replace("\u200b", "").split())
 
 
 def test_bytes_of_tokens_are_those_of_the_text(tmp_path):

@@ -1,12 +1,12 @@
 """Real text that every Python has (pydoc's topics) and a small tokenizer trained on it by the real command."""
 
-import ast
+import pydoc_data.topics
 import random
-import sysconfig
-from pathlib import Path
 
 import pytest
 
+from data_prep.executor.work_files import BuildJob
+from data_prep.options import BuildOptions
 from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import write_all
 
@@ -14,9 +14,7 @@ from tests.helpers.prep_reading import write_all
 @pytest.fixture(scope="session")
 def topics():
     """About 80 documents of real English, 600 KB."""
-    path = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
-    tree = ast.parse(path.read_bytes())
-    return list(next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)).values())
+    return list(pydoc_data.topics.topics.values())
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +40,9 @@ def tokenizer_file(topics, tmp_path_factory):
     folder = write_all(tmp_path_factory.mktemp("tokenizer"), {f"{i:03}.txt": text for i, text in enumerate(topics)})
     build_here(folder / "*.txt", folder / "out", vocab_size=3000, workers=1)
     return folder / "out" / "tokenizer.model"
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job with the default options and without a tokenizer, whose work files are in tmp_path."""
+    return BuildJob(BuildOptions(), "", str(tmp_path), "stop")

@@ -15,8 +15,8 @@ import pytest
 
 from data_prep.executor import pool
 from tests.helpers import wordpiece
-from tests.helpers.prep_builds import wait_for
 from tests.helpers.prep_reading import write
+from tests.helpers.waiting import wait_until
 
 ENTRY = "import sys; from megabert.__main__ import main; print(flush=True); sys.exit(main())"
 KEPT = "error: interrupted: finished parts are kept, the same command resumes"
@@ -73,7 +73,7 @@ def test_ctrl_c_ends_a_build_with_one_line(send, tmp_path) -> None:
     out = tmp_path / "out"
     command = build(write_corpus(tmp_path / "corpus", 1, 80_000), out, "--vocab-size", "300")
     process = started(command)
-    assert wait_for(lambda: process.poll() is not None or any(out.rglob("sample-*")), 60)
+    wait_until(lambda: process.poll() is not None or any(out.rglob("sample-*")), 60)
     send(process.pid, signal.SIGINT)
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 130 and os.listdir(out) == [".work"], shown

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from data_prep.common.errors import BadInput
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import normal_form, train_files
 from megabert.data.text import prepared
@@ -127,11 +126,6 @@ def test_lower_case_is_that_of_the_language(kind: str, casing: str, tmp_path: Pa
     tokenizer = trained(tmp_path, kind, *[text, want, *LINES], lowercase=True, casing=casing)
     ids, *_ = same_ids(tokenizer, [text, *unlikely()])
     assert tokenizer.decode(ids) == want and tokenizer.unk_id not in ids
-
-
-def test_casing_without_lower_case_is_refused() -> None:
-    with pytest.raises(BadInput, match="--casing: tr is of --lowercase"):
-        BuildOptions(casing="tr").check()
 
 
 TURKISH = "Kadıköy'de yağmur yağıyordu, İzmir'e giden vapur kalktı. Işıklar söndü. "

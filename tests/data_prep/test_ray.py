@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.__main__ import main
 from tests.helpers import prep_builds
-from tests.helpers.prep_builds import ROOT, build, build_words, error_of, wait_for
+from tests.helpers.prep_builds import ROOT, build, build_words, error_of
 from tests.helpers.prep_reading import contents, write
+from tests.helpers.refusal import refusal
+from tests.helpers.waiting import wait_until
 
 on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray (pip install 'megabert[ray]')")
 
@@ -75,26 +77,26 @@ class RayCluster:
                 continue
         return found
 
-    def close(self) -> list[int]:
-        """End the cluster; returns its processes that had to be killed."""
+    def close(self) -> None:
+        """End the cluster; fails if any of its processes has to be killed."""
         self._process.communicate(timeout=60)
-        left = [number for number in self.processes() if not wait_for(lambda n=number: not Path(f"/proc/{n}").exists())]
-        for number in left:
-            os.kill(number, signal.SIGKILL)
-        return left
+        try:
+            wait_until(lambda: not self.processes())
+        finally:
+            for number in self.processes():
+                os.kill(number, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    folder = tempfile.mkdtemp(prefix="ray")  # short: paths of sockets have at most 107 bytes
-    cluster = RayCluster(folder)
-    try:
-        cluster.node()
-        yield cluster
-    finally:
-        left = cluster.close()
-        shutil.rmtree(folder, ignore_errors=True)
-    assert left == []
+    # short: paths of sockets have at most 107 bytes
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        cluster = RayCluster(folder)
+        try:
+            cluster.node()
+            yield cluster
+        finally:
+            cluster.close()
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +145,7 @@ def failed(process: subprocess.Popen[str], code: int) -> str:
 
 def stop(process: subprocess.Popen[str], number: int, output: Path) -> str:
     """Send the signal when an item is read, and others are being read; returns what the command printed on stderr."""
-    assert wait_for(lambda: process.poll() is not None or any(output.glob(".work/journal/read/*.json")), 60)
+    wait_until(lambda: process.poll() is not None or any(output.glob(".work/journal/read/*.json")), 60)
     process.send_signal(number)
     return process.communicate(timeout=60)[1]
 
@@ -152,7 +154,7 @@ def stop(process: subprocess.Popen[str], number: int, output: Path) -> str:
 def test_a_killed_node_does_not_change_the_bytes(start, local, cluster, reading, tmp_path):
     raylet = cluster.node()
     process = start()
-    assert wait_for(lambda: process.poll() is not None or (reading / str(raylet)).exists(), 60)
+    wait_until(lambda: process.poll() is not None or (reading / str(raylet)).exists(), 60)
     workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
     os.kill(raylet, signal.SIGKILL)
     out, error = process.communicate(timeout=120)
@@ -172,7 +174,7 @@ def test_items_end_with_the_command(number, start, local, cluster, tmp_path):
         assert cluster.processes(b"ray::_run_item") == []
     else:
         assert process.returncode == -number and error == ""
-        assert wait_for(lambda: not cluster.processes(b"ray::_run_item"))
+        wait_until(lambda: not cluster.processes(b"ray::_run_item"))
     if number == signal.SIGKILL:
         again = start(workers=1)
         out, error = again.communicate(timeout=120)
@@ -239,9 +241,7 @@ def test_an_executor_that_cannot_work_is_one_line(executor, code, name, value, e
     assert done.stdout == "" and (name == "RAY_ADDRESS" or not (tmp_path / "out").exists())
 
 
-def test_missing_package_is_one_line(tmp_path):
-    code = "import sys; sys.modules['ray'] = None; from data_prep.__main__ import main; sys.exit(main())"
-    words = build_words("pydoc", tmp_path / "out", executor="ray")
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "error: --executor ray: ray is not installed; pip install 'megabert[ray]'\n"
+def test_missing_package_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    error = refusal(capsys, main, *build_words("pydoc", tmp_path / "out", executor="ray"))
+    assert error == "error: --executor ray: ray is not installed; pip install 'megabert[ray]'\n"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from megabert.common import storage
@@ -17,7 +18,7 @@ from megabert.data.shards import verify
 from tests.helpers import hub, prep_reading
 from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE
 from tests.helpers.prep_builds import build, build_here, build_words, command, error_of, start
-from tests.helpers.prep_reading import PACK, archive, records, write_all
+from tests.helpers.prep_reading import PACK, archive, records, write_all, write_table
 
 pytest.importorskip("s3fs")
 
@@ -31,19 +32,14 @@ def options(tokenizer_file) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def mixed(topics: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the topics in files of many formats."""
-    import pyarrow
-    from pyarrow import ipc, parquet
-
     folder = tmp_path_factory.mktemp("mixed")
     parts = [topics[i::8] for i in range(8)]
     lines = [records(part).encode() for part in parts]
     files = {"a.jsonl": lines[0], "b.jsonl.gz": PACK["gz"](lines[1]), "c.jsonl.bz2": bz2.compress(lines[2])}
     files |= {f"f.{kind}": archive(kind, {"inner.jsonl": lines[i]}) for i, kind in ((5, "zip"), (6, "tar"))}
     files |= {"deep/h.json": json.dumps([{"text": text} for text in parts[7]]), "README.md": "about this data"}
-    table = pyarrow.table({"text": parts[3]})
-    parquet.write_table(table, folder / "d.parquet", row_group_size=4)
-    with ipc.new_file(folder / "e.arrow", table.schema) as writer:
-        writer.write_table(pyarrow.table({"text": parts[4]}), 3)
+    write_table(folder / "d.parquet", pyarrow.table({"text": parts[3]}), rows=4)
+    write_table(folder / "footer.arrow", pyarrow.table({"text": parts[4]}), rows=3)
     return write_all(folder, files)
 
 
@@ -207,15 +203,12 @@ def test_shards_of_another_build_are_not_kept_for_their_size(account, mixed, pro
 
 
 def test_a_dataset_of_the_hub_by_its_name(topics, options, tmp_path, monkeypatch) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
     branch, url = tmp_path / "hub" / "refs%2Fconvert%2Fparquet", "hf://datasets/some/texts"
     write_all(tmp_path / "hub" / "main", {"README.md": "about it"})
     for place, texts in (("train/0000", topics[:20]), ("train/0001", topics[20:]), ("test/0000", ["no"])):
         path = branch / "default" / f"{place}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pyarrow.table({"text": texts}), path)
+        write_table(path, pyarrow.table({"text": texts}))
     build(branch / "default/train", tmp_path / "local", **options)
     with hub.serving("some/texts", tmp_path / "hub", dataset=True) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)

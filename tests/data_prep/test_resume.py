@@ -15,8 +15,9 @@ from data_prep import build
 from data_prep.__main__ import main
 from data_prep.executor import journal
 from data_prep.readers import tasks
-from tests.helpers.prep_builds import build_here, build_words, command, start, wait_for
+from tests.helpers.prep_builds import build_here, build_words, command, start
 from tests.helpers.prep_reading import contents, write, write_all
+from tests.helpers.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_parent_is_killed_and_other_options_refused(words, whole, tmp_path):
     """What kills the parent alone (the kernel, out of memory) leaves nobody to write beside the build that resumes."""
     output = tmp_path / "out"
     process = start(words(output, workers=3))
-    assert wait_for(lambda: process.poll() is None and any(output.glob(".work/journal/read/*")), 60)
+    wait_until(lambda: process.poll() is None and any(output.glob(".work/journal/read/*")), 60)
     os.killpg(process.pid, signal.SIGSTOP)
     try:
         refused = command(*words(output), code=2).stderr
@@ -74,7 +75,7 @@ def test_parent_is_killed_and_other_options_refused(words, whole, tmp_path):
         process.wait()
         os.killpg(process.pid, signal.SIGCONT)  # Python's own resource tracker ends by itself
     assert "another build is writing there" in refused and len(children) >= 3
-    assert wait_for(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
+    wait_until(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
     assert not list(output.rglob("manifest.json"))
     error = command(*words(output, vocab_size=2001), code=2).stderr
     assert "unfinished build" in error and "vocab size was 2000, is 2001" in error

@@ -26,6 +26,7 @@ from megabert.finetune.tasks import Task
 from megabert.hf import tokenizer_files
 from tests.helpers.prep_builds import build_here, build_words, report
 from tests.helpers.prep_reading import plan, records, write, write_all
+from tests.helpers.refusal import refusal
 
 SAMPLES = Path(__file__).parent / "scripts"
 LANGUAGES = sorted(path.stem for path in SAMPLES.glob("*.txt"))
@@ -144,10 +145,8 @@ def test_vocabulary_of_unknown_casing_is_refused(tmp_path, capsys):
     write_all(tmp_path, {"vocab.txt": "\n".join([*vocabulary, ""]), "in.txt": "\n".join(documents("hi", 9))})
     out, options = tmp_path / "out", {"tokenizer": tmp_path / "vocab.txt", "text_documents": "line"}
     command = build_words(tmp_path / "in.txt", out, workers=1, **options)
-    assert main(command) == 2
-    errors = capsys.readouterr().err
-    assert "no tokenizer_config.json beside it" in errors and '"do_lower_case": false' in errors
-    assert errors.count("\n") == 1
+    error = refusal(capsys, main, *command)
+    assert "no tokenizer_config.json beside it" in error and '"do_lower_case": false' in error
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert main(command) == 0
     tokenizer = Tokenizer.load(Dataset(out).tokenizer_path)

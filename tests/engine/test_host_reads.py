@@ -117,10 +117,8 @@ def pretend_device(reads: HostReads) -> None:
 
 
 SETUPS = {("adamw", "bf16"): (0, 2, 3), ("adamw", "fp32"): (0, 1), ("lamb", "bf16"): (0, 1)}
-SETUPS[("muon", "bf16")] = (0, 3, 1)
-CASES = [
-    (*setup, stage) for setup, stages in SETUPS.items() for stage in stages
-]  # the last also shows that reads count
+SETUPS[("muon", "bf16")] = (0, 3, 1)  # the last also shows that reads count
+CASES = [(*setup, stage) for setup, stages in SETUPS.items() for stage in stages]
 # DeepSpeed's own waits at stage 3, for the streams that it gathers weights and reduces gradients on: none of them reads.
 STAGE_3 = {"stage3.py", "partition_parameters.py", "partitioned_param_coordinator.py"}
 BAD = 6  # the step whose loss is not finite

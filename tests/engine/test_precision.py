@@ -1,9 +1,11 @@
-"""What `auto` means: what a device multiplies, what all ranks are fast in, and what a run started in."""
+"""What `auto` means: what a device multiplies, what all ranks are fast in, and what a run started in. Settings of
+torch and cuBLAS for updates that repeat bit for bit."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from megabert.commands.evaluate import evaluate_run
 from megabert.common import environment
 from megabert.engine import precision
+from tests.helpers import tiny
 from tests.helpers.golden_runs import DATA, opened
 from tests.helpers.ranks import run_ranks
 
@@ -79,3 +82,23 @@ def test_a_run_keeps_the_precision_it_began_in(multiplies, world, tmp_path) -> N
         opened(world, run, *settings, "precision=bf16")
     train()
     assert evaluate_run(str(run), str(DATA))["step"] == 4
+
+
+def flags(world: Any) -> list[Any]:
+    """Torch's settings before and after an engine asks for updates that repeat, and losses of the same updates twice."""
+
+    def now() -> list[Any]:
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        return [torch.are_deterministic_algorithms_enabled(), filled, os.environ.get("CUBLAS_WORKSPACE_CONFIG")]
+
+    tiny.engine(tiny.config(), world)
+    before, cfg = now(), tiny.config(optimizer__name="lamb", zero__stage=1, precision="bf16", deterministic=True)
+    losses = [tiny.train(tiny.engine(cfg, world), range(2)) for _ in range(2)]
+    return [before, now(), losses[0] == losses[1]]
+
+
+@pytest.mark.dist
+def test_the_key_asks_torch_and_cublas_for_it() -> None:
+    ((before, after, same),) = run_ranks(1, flags)
+    assert before == [False, True, os.environ.get("CUBLAS_WORKSPACE_CONFIG")]
+    assert after == [True, False, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")] and same

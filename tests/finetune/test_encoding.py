@@ -219,12 +219,15 @@ def test_a_pipelines_spans_are_those_of_predict(kind: str, tmp_path: Path) -> No
     """Of a model with random weights, whose words are cut through by many spans."""
     texts = [" ".join(text.split("\n")) for text in TEXTS[:4]]
     (tmp_path / "lines.txt").write_text("\n".join(texts) + "\n")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     spans = [{"start": 0, "end": 5, "label": "A"}, {"start": 6, "end": 9, "label": "B"}]
     (tmp_path / "train.jsonl").write_text(json.dumps({"text": "quick fox", "spans": spans}) + "\n")
     vocabulary = kind if kind in runs.KINDS else str(tokenizers.make(tmp_path, kind).path)
     source = finetuned.make(tmp_path, TAG, tmp_path / "train.jsonl", {"max_length": LENGTH}, vocabulary)
     assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 0
     prediction.predict_file(source, tmp_path / "lines.txt", tmp_path / "out.jsonl", lines=True)
+    prediction.predict_file(source, tmp_path / "lines.jsonl", tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
     options = {"device": "cpu", "aggregation_strategy": "simple"}
     pipe = transformers.pipeline("token-classification", str(tmp_path / "hf"), **options)
     count = 0

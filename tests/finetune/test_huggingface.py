@@ -149,9 +149,8 @@ def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "| labels | `bad`, `fine`, `good` |" in card
     assert "| accuracy | 0.7500 |" in card and str(tmp_path) not in card
-    decided = replace(
-        found, described=replace(found.described, threshold=0.3), results={"settings": {"threshold": "f1"}}
-    )
+    described = replace(found.described, threshold=0.3)
+    decided = replace(found, described=described, results={"settings": {"threshold": "f1"}})
     assert "| threshold | `fine` where its probability is above 0.3 |" in huggingface.card(decided, "m")
 
 

@@ -42,9 +42,6 @@ def arguments(base: Path, output: Path, **changes: str) -> list[str]:
 # nothing but a file to predict for
 PREDICT = dict.fromkeys(("train", "dev", "kind", "text", "label", "max_length", "batch", "epochs"), "")
 PREDICT |= {"predict": "dev.tsv"}
-
-
-TRAINING = {"train": "train.tsv", "lr": "1e-4"}
 OF_TAGS = {"kind": "tag", "text": "", "label": "", "train": "train.conll", "dev": "dev.conll"}
 
 
@@ -52,13 +49,11 @@ OF_TAGS = {"kind": "tag", "text": "", "label": "", "train": "train.conll", "dev"
     ({"dev": "unseen.tsv"}, "unseen.tsv"),
     (OF_TAGS | {"threshold": "f1"}, "--threshold f1"),
     ({"max_length": "512"}, "--max-length 512: the model has 32 positions"),
-    ({"batch": "0"}, "--batch 0"),
     ({"batch": "9", "micro_batch": "2"}, "--micro-batch 2"),
     ({"layers": "3,4"}, "--layers 3,4: is for --freeze"),
     ({"layers": "3,4+1"}, "--layers 3,4\\+1: expected last, N"),
     ({"layers": "3,5", "freeze": " "}, "--layers 3,5: the model has 0 .embeddings. to 4"),
     ({"predict": "dev.tsv"}, "--kind: is for training"),
-    *((PREDICT | {name: value}, f"--{name}: is for training") for name, value in TRAINING.items()),
     (PREDICT | {"max_length": "32"}, "--max-length: is for training"),
 ])  # fmt: skip
 def test_mistake_is_one_line_and_writes_nothing(changes, word, base, tmp_path, capsys) -> None:

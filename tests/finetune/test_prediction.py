@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import special
-from seqeval.metrics.sequence_labeling import get_entities
 
 from megabert import hf as pretrained
 from megabert.common.tables import rows
 from megabert.config import OpsConfig, replace
-from megabert.data.text import find_words
 from megabert.distributed.ranks import World, discover
 from megabert.finetune import files, huggingface, prediction, save, tasks
 from megabert.finetune.run import configure
@@ -168,6 +166,8 @@ def test_mistakes_of_a_prediction_are_named(folder: Path, tmp_path: Path, monkey
         prediction.predict_file(folder, path, tmp_path)
     with pytest.raises(ValueError, match="--text: names 2 columns, and custom reads 1"):
         prediction.predict_file(folder, path, tmp_path / "out", ["text", "text"])
+    with pytest.raises(ValueError, match=r"--lines is of one text each, and squad2\.0 reads two"):
+        list(files.stream(tasks.preset("squad2.0"), path, labelled=False, lines=True))
     tags = finetune_problem.write_tags(tmp_path / "tags.conll", 10, 1)
     tagger = save_untrained(tmp_path, tasks.custom("tag"), tags)
     with pytest.raises(ValueError, match="--probabilities: are of the labels of a text"):
@@ -177,35 +177,6 @@ def test_mistakes_of_a_prediction_are_named(folder: Path, tmp_path: Path, monkey
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="one process predicts, 2 were started"):
         prediction.predict_file(folder, path, tmp_path / "out")
-
-
-def test_plain_sentences_give_spans_of_characters(tmp_path: Path) -> None:
-    """Those of the tags that the same words get from a CoNLL file."""
-    sentences = [["w1", "(", "w2", ")", "w3", "w4"], ["w39", "w38", "w37", "!", "w36"], ["w5"] * 12]
-    texts = ["  ".join(words).replace("( ", "(").replace(" )", ")") for words in sentences]
-    spans = [{"start": 0, "end": 5, "label": "A"}, {"start": 6, "end": 8, "label": "B"}]
-    (tmp_path / "train.jsonl").write_text(json.dumps({"text": "w1 w2 w3", "spans": spans}) + "\n")
-    save_untrained(tmp_path, tasks.custom("tag"), tmp_path / "train.jsonl")
-    contents = {
-        "words.conll": "\n\n".join("\n".join(words) for words in sentences),
-        "lines.txt": "\n\n".join(texts),
-        "lines.jsonl": "\n".join(json.dumps({"text": text}) for text in texts),
-    }
-    for name, content in contents.items():
-        file, output = tmp_path / name, tmp_path / f"{name}.out"
-        file.write_text(content + "\n")
-        assert prediction.predict_file(tmp_path, file, output, lines=name == "lines.txt") == 3
-    assert (tmp_path / "lines.txt.out").read_bytes() == (tmp_path / "lines.jsonl.out").read_bytes()
-    blocks = (tmp_path / "words.conll.out").read_text().strip().split("\n\n")
-    kinds = 0
-    for block, text, line in zip(blocks, texts, (tmp_path / "lines.txt.out").read_text().splitlines(), strict=True):
-        tags, places = [row.split(" ")[1] for row in block.split("\n")], find_words(text)
-        want = [{"start": places[a][0], "end": places[b][1], "label": kind} for kind, a, b in get_entities(tags)]
-        kinds += len(want)
-        assert json.loads(line) == {"text": text, "spans": want}
-    assert kinds > 3
-    with pytest.raises(ValueError, match=r"--lines is of one text each, and squad2\.0 reads two"):
-        list(files.stream(tasks.preset("squad2.0"), tmp_path / "lines.txt", labelled=False, lines=True))
 
 
 @pytest.mark.parametrize("kind", ["classify", "multilabel"])

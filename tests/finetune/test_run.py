@@ -1,7 +1,6 @@
 """Runs: resumed bit for bit, ranks, from scratch; several runs in one folder and their summary."""
 
 import json
-import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -112,13 +111,10 @@ def test_run_leaves_model_scores_and_predictions(kind, base, tmp_path, world, st
 ])  # fmt: skip
 def test_added_layer_learns_on_a_constant_encoder(layers: str, width: int, modern: bool, base, tmp_path, world) -> None:
     """Tags are a function of the word, so features of random weights separate them; three in four are O."""
-    (tmp_path / "base").mkdir()
-    for name in ("tag.train", "tag.dev"):
-        shutil.copy(base / name, tmp_path / "base")
     made = {"model__kind": "modern", "model__norm": "pre", "model__nsp": False} if modern else {}
-    source, folder = finetune_problem.write_run(tmp_path / "base/run", **made), tmp_path / "out"
-    settings = change(freeze=True, layers=layers, lr=5e-2, epochs=6)
-    result = fine_tune(tmp_path / "base", "tag", folder, world, settings)
+    source, folder = finetune_problem.write_run(tmp_path / "run", **made), tmp_path / "out"
+    start, settings = pretrained.load(source), change(freeze=True, layers=layers, lr=5e-2, epochs=6)
+    result = train(folder, data_of(base, "tag", start), start, settings, world)
     assert result["scores"]["dev"]["accuracy"] > 0.9
     before, after = pretrained.load(source).weights, weights(folder)
     encoder = {name for name in after if name.startswith("encoder.")}
@@ -244,7 +240,7 @@ def test_stopped_run_ends_with_the_same_weights(frozen: dict[str, Any], base, tm
     assert len(figures[0]) > 7 and figures[0] == figures[1]
 
 
-def test_settings_decide_first_weights_and_what_is_trained(base, tmp_path, world, start) -> None:
+def test_settings_decide_first_weights(base, tmp_path, world, start) -> None:
     data = data_of(base, "classify", start)
     changed = ({}, {"seed": 2}, {"from_scratch": True}, {"freeze": True})
     made = [FineTuning(tmp_path / "a", data, start, change(**values), world, 5) for values in changed]
@@ -253,9 +249,7 @@ def test_settings_decide_first_weights_and_what_is_trained(base, tmp_path, world
     assert torch.equal(kept[f"encoder.{name}"], start.weights[name])
     assert not torch.equal(new[f"encoder.{name}"], start.weights[name])
     assert not torch.equal(kept[head], other[head])
-    optimized = [parameter for group in frozen.engine.optimizer.param_groups for parameter in group["params"]]
-    output, pooler = frozen.module.head.output, frozen.frozen["head.pooler.weight"]
-    assert {id(parameter) for parameter in optimized} == {id(output.weight), id(output.bias)}
+    pooler = frozen.frozen["head.pooler.weight"]
     assert torch.equal(pooler, start.weights["pooler.weight"]) and frozen.module.head.pooler.weight.equal(pooler)
 
 

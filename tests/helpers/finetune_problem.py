@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from megabert import checkpoint
-from megabert.config import Config
-from megabert.model import BertForPreTraining
 from tests.helpers import tiny
 
 WORDS = [f"w{i}" for i in range(40)]
@@ -24,15 +21,9 @@ def write_run(folder: Path, **overrides: object) -> Path:
     folder.mkdir(parents=True)
     (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in VOCABULARY))
     settings = {"model__layers": 4, "model__vocab_size": len(VOCABULARY), "model__max_positions": 32}
-    cfg: Config = tiny.config(**settings | overrides)
-    torch.manual_seed(7)
-    state = {
-        "config": cfg.model_dump(),
-        "dataset": "none",
-        "tokenizer": Tokenizer.load(folder / "vocab.txt").sha256,
-        "seconds": 0.0,
-    }
-    checkpoint.write_start(folder, BertForPreTraining(cfg.model, cfg.ops).state_dict(), state)
+    cfg, tokenizer = tiny.config(**settings | overrides), Tokenizer.load(folder / "vocab.txt")
+    state = {"config": cfg.model_dump(), "dataset": "none", "tokenizer": tokenizer.sha256, "seconds": 0.0}
+    checkpoint.write_start(folder, tiny.model(cfg).state_dict(), state)
     return folder
 
 

@@ -107,9 +107,6 @@ def serving(name: str, folder: Path, dataset: bool = False) -> Iterator[str]:
 class _HubRequests(BaseHTTPRequestHandler):
     hub: Hub
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         # a branch with slashes in its name is quoted
         path, _, query = self.path.partition("?")
@@ -148,6 +145,8 @@ class _HubRequests(BaseHTTPRequestHandler):
         else:
             private = self.hub.repositories[repository] == PRIVATE
             self.say({"id": repository.partition("/")[2], "sha": commit, "private": private, "siblings": []})
+
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
         path = unquote(self.path.partition("?")[0])
@@ -211,14 +210,10 @@ class _HubRequests(BaseHTTPRequestHandler):
     def preupload(self, repository: str, branch: str, body: bytes) -> None:
         files, answers = self.hub.at(repository, branch)[1], []
         for each in json.loads(body)["files"]:
-            answer = {
-                "path": each["path"],
-                "shouldIgnore": False,
-                "uploadMode": "lfs" if large(each["path"]) else "regular",
-            }
-            data = files.get(each["path"])
-            if data is not None:
-                answer["oid"] = hashlib.sha256(data).hexdigest() if large(each["path"]) else blob(data)
+            path = each["path"]
+            answer = {"path": path, "shouldIgnore": False, "uploadMode": "lfs" if large(path) else "regular"}
+            if (data := files.get(path)) is not None:
+                answer["oid"] = hashlib.sha256(data).hexdigest() if large(path) else blob(data)
             answers.append(answer)
         self.say({"files": answers})
 

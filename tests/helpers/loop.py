@@ -36,6 +36,19 @@ class StopAt:
     record_save = record_upload = record_update
 
 
+def make_spike(trainer: Any, at: int, seen: list[tuple[int, int, list[int]]]) -> None:
+    """From here on the loss of update `at` of the data is 50 times as high; phase, number and rows of each update go to `seen`."""
+    engine = trainer.engine
+    usual, train_update = engine._weights, engine.train_update
+
+    def spiked(update: Update, *rest: Any) -> Any:
+        engine._weights = usual * (50.0 if update.step == at else 1.0)
+        seen.append((len(trainer.state.phase_starts), update.step, update.row_ids.tolist()))
+        return train_update(update, *rest)
+
+    engine.train_update = spiked
+
+
 class Killed(Exception):
     """The end of a process."""
 

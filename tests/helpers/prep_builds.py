@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -79,11 +78,3 @@ def sequences_of(folder):
             if length:
                 yield ids[end - length : end], first, int(label)
         assert not ids[ends[-1] :].any()
-
-
-def wait_for(condition, seconds=10.0):
-    """Whether the condition was true within `seconds`."""
-    end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return bool(found)

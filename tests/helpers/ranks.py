@@ -72,17 +72,10 @@ def _rank(
 ) -> None:  # fmt: skip
     folder, environment = here  # of the test, not of the server
     os.chdir(folder)
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = "1"  # never used: the group is started here
     os.environ.clear()
-    os.environ.update(environment)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # never used: the group is started here
-        CUDA_VISIBLE_DEVICES="",
-        OMP_NUM_THREADS="1",
-    )
+    os.environ.update(environment | place | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     try:
         import torch
 

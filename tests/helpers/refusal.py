@@ -11,8 +11,8 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-def refusal(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], *words: object, code: int = 2) -> str:
+def refusal(capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], *words: object) -> str:
     """What `main` answers to `words`."""
     capsys.readouterr()
-    assert main([str(word) for word in words]) == code
+    assert main([str(word) for word in words]) == 2
     return one_line(capsys)

@@ -14,6 +14,8 @@ from megabert.data.shards import write_manifest, write_shard
 VOCAB = 2000
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 TOKENIZER = b"a stand-in: these tests never parse it"
+BLOCK_ROWS = 8
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def vocabulary() -> MaskingVocabulary:
@@ -21,9 +23,7 @@ def vocabulary() -> MaskingVocabulary:
     return MaskingVocabulary(np.arange(VOCAB) % 10 < 7, SPECIAL["mask"], SPECIAL.values())
 
 
-def make_rows(
-    rows: int, seq_len: int = 128, slots: int = 8, seed: int = 0, shortest: int = 12
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def make_rows(rows: int, seq_len: int = 128, slots: int = 8, seed: int = 0, shortest: int = 12) -> Arrays:
     """ids, bounds, isnext: sequences of `shortest`.. tokens until the row is full or nearly so, 5 in 6 of them pairs."""
     rng = np.random.default_rng(seed)
     ids, bounds = np.zeros((rows, seq_len), np.uint16), np.zeros((rows, slots, 2), np.uint16)
@@ -53,26 +53,20 @@ def make_dataset(
     *,
     seq_len: int = 32,
     slots: int = 3,
-    block_rows: int = 8,
     shard_rows: int = 64,
     seed: int = 0,
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    arrays: Arrays | None = None,
     **changes: Any,
 ) -> Path:
     """A dataset of `rows` rows in `folder`; `changes` replace fields of its manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = arrays or make_rows(rows, seq_len, slots, seed)
-    shards = [
-        write_shard(
-            folder / f"shard-{first // shard_rows:06d}.tar",
-            first // block_rows,
-            *(array[first : first + shard_rows] for array in arrays),
-            block_rows=block_rows,
-        )
-        for first in range(0, rows, shard_rows)
-    ]
+    shards = []
+    for first in range(0, rows, shard_rows):
+        path, part = folder / f"shard-{first // shard_rows:06d}.tar", [a[first : first + shard_rows] for a in arrays]
+        shards.append(write_shard(path, first // BLOCK_ROWS, *part, block_rows=BLOCK_ROWS))
     (folder / "tokenizer.model").write_bytes(TOKENIZER)
-    write_manifest(folder, manifest(rows, seq_len, slots, block_rows, shards) | changes)
+    write_manifest(folder, manifest(rows, seq_len, slots, BLOCK_ROWS, shards) | changes)
     return folder
 
 

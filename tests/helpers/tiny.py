@@ -111,13 +111,13 @@ def train(engine: Engine, steps: range, lr: float = 0.003) -> list[tuple[float, 
     return [tuple(r.losses.tolist()) for r in results]
 
 
-def backward(model: BertForPreTraining, step: int) -> float:
-    """Gradients of the whole update `step` without DeepSpeed; gives its MLM loss."""
+def backward(model: BertForPreTraining, step: int) -> tuple[float, float]:
+    """Gradients of the whole update `step` without DeepSpeed; gives its MLM loss and NSP loss."""
     whole = batch(step, range(ROWS))
     out = model(**whole.inputs())
     mlm, nsp = out.mlm_loss_sum / whole.predictions, out.nsp_loss_sum / whole.nsp_pairs
     (mlm + nsp).backward()
-    return float(mlm.detach())
+    return float(mlm.detach()), float(nsp.detach())
 
 
 def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

@@ -289,7 +289,10 @@ def test_what_nomics_first_form_cannot_be_is_named(tmp_path: Path) -> None:
     for change, message in (
         ({"rotary_emb_fraction": 0.5}, "rotary_emb_fraction=0.5 is not supported, only 1.0"),
         ({"qkv_proj_bias": True}, "qkv_proj_bias=True is not supported, only False"),
-        ({"prenorm": True}, "prenorm=True is not supported, only False"),
+        (
+            {"n_positions": 0, "max_trained_positions": 0},
+            r"n_positions and max_trained_positions are \[0, 0\]; one must",
+        ),
         ({"n_positions": None}, "n_positions must be a number, is None"),
         ({"n_inner": "80"}, "intermediate_size must be a number, is '80'"),
     ):

@@ -16,7 +16,7 @@ from megabert.commands import convert, export, fill
 from megabert.data.packing import pack
 from megabert.hf import model_folder, read
 from megabert.model import unpacked_inputs
-from tests.commands.test_convert import make, rewrite
+from tests.commands.test_convert import edit, make, rewrite
 from tests.helpers import fast_tokenizers, hub, runs
 from tests.helpers.refusal import refusal
 from tests.integration.conftest import command
@@ -178,13 +178,9 @@ def test_a_relative_has_transformers_own_numbers(kind: str, tmp_path: Path) -> N
 
 def test_embeddings_narrower_than_the_layers_are_refused(tmp_path: Path) -> None:
     make(tmp_path / "hf", "ElectraForMaskedLM", embedding_size=16)
-    message = r"embedding_size=16 differs from hidden_size=32, .* \(embeddings_project\) is not"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"embedding_size=16 differs from hidden_size=32, .* \(embeddings_project\)"):
         pretrained.load(tmp_path / "hf")
-    file = tmp_path / "hf" / "config.json"
-    tree = json.loads(file.read_text())
-    del tree["embedding_size"]  # 128 in transformers' class
-    file.write_text(json.dumps(tree))
+    edit(tmp_path / "hf/config.json", '"embedding_size": 16,', "")  # 128 in transformers' class
     with pytest.raises(ValueError, match="embedding_size=128 differs from hidden_size=32"):
         pretrained.load(tmp_path / "hf")
 

@@ -299,10 +299,8 @@ def test_copies_are_delivered_once_memory_is_free_again(tmp_path: Path, monkeypa
     for one in made:
         one.folder.mkdir()
     receiver._listen("localhost")
-    members = (
-        Member("n0", "localhost", 1),
-        Member("n1", "localhost", int((receiver.folder / kept_rank.PORT).read_text())),
-    )
+    port = int((receiver.folder / kept_rank.PORT).read_text())
+    members = Member("n0", "localhost", 1), Member("n1", "localhost", port)
     for rank, one in enumerate(made):
         one.generation = Generation("0" * 16, "secret", members, rank)
     full: list[Path] = []

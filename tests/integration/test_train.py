@@ -14,6 +14,7 @@ import pytest
 from megabert.commands.evaluate import evaluate_run
 from megabert.data.shards import write_manifest
 from tests.helpers.job import Job
+from tests.helpers.rows import flip
 from tests.integration.conftest import ROOT, SHORT, SMALL, command, end, logged, metrics, output_of, saved_step, train
 
 ENDLESS = "schedule.total_steps=100000"
@@ -64,25 +65,20 @@ def test_run_starts_from_the_weights_of_another(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_causal_run_learns_and_is_replayed(dataset, tmp_path):
+def test_causal_run_learns(dataset, tmp_path):
     run = tmp_path / "run"
     train(dataset, run, "data.masking.strategy=causal", "model.nsp=false")
     losses, last = logged(run, "train/mlm_loss"), [line for line in metrics(run) if "eval/mlm_loss" in line][-1]
     assert losses[16] < losses[1] - 0.5
     assert last["eval/predictions"] > 20 * 64  # of at most 64 rows of 64 tokens
     assert evaluate_run(str(run), str(dataset))["eval/mlm_loss"] == pytest.approx(last["eval/mlm_loss"], rel=2e-3)
-    for step in (14, 3):
-        shown = output_of("replay", run, "--to", step)
-        assert "are equal bit for bit" in shown
-        assert json.loads(shown.splitlines()[-2])["train/mlm_loss"] == losses[step]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_signal_saves_and_run_resumes(number, dataset, tmp_path):
+def test_signal_saves_and_run_resumes(dataset, tmp_path):
     run = tmp_path / "run"
     job = Job(dataset, run, *SMALL, ENDLESS, ranks=1)
     job.wait_for("step       3/")
-    job.signal(number)
+    job.signal(signal.SIGTERM)
     said = job.wait_for("stopped: saved at step ")
     end(job, 85, within=60)
     saved = saved_step(run)
@@ -153,10 +149,8 @@ def test_non_finite_updates_stop_the_run(dataset, tmp_path):
 
 def flip_payload(folder):
     shard = folder / "shard-000000.tar"
-    data = bytearray(shard.read_bytes())
-    for at in range(2000, len(data), 4000):
-        data[at] ^= 4
-    shard.write_bytes(data)
+    for at in range(2000, shard.stat().st_size, 4000):
+        flip(shard, at, bit=2)
 
 
 @pytest.mark.parametrize(

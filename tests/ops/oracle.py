@@ -58,9 +58,8 @@ def check(
     """Forward and backward of `native` on `device` and of `plain` torch on the CPU, both in `dtype`, against `exact` in fp64."""
     inputs, grads = [t.to(dtype) for t in inputs], [g.to(dtype) for g in grads]
     truth = results(exact, [t.double() for t in inputs], grads)
-    compare(
-        results(native, [t.to(device) for t in inputs], grads), results(plain, inputs, grads), truth, dtype, multiple
-    )
+    ours = results(native, [t.to(device) for t in inputs], grads)
+    compare(ours, results(plain, inputs, grads), truth, dtype, multiple)
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:

@@ -150,17 +150,20 @@ def test_philox_gives_the_published_values() -> None:
         assert [int(word) for word in reference.philox((torch.tensor([bits]),) * 4, (bits, bits))] == words
 
 
-def native_mask(seed: int, stream: int, rows: int, columns: int, p: float, dtype=torch.float32) -> torch.Tensor:
+def native_mask(
+    seed: int, stream: int, rows: int, columns: int, p: float, dtype=torch.float32, device: str = "cpu"
+) -> Tensor:
     """The factor that the native operation multiplies with."""
-    return ops.dropout(torch.ones(rows, columns, dtype=dtype), p, torch.tensor([seed]), stream, "native")
+    ones, seeds = torch.ones(rows, columns, dtype=dtype, device=device), torch.tensor([seed], device=device)
+    return ops.dropout(ones, p, seeds, stream, "native").cpu()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_native_mask_is_the_oracles(dtype: torch.dtype) -> None:
+@ON
+def test_native_mask_is_the_oracles(dtype: torch.dtype, device: str) -> None:
     shapes = [(1, 1, 0.5, 0), (3, 1023, 0.1, 7), (257, 64, 0.9, 2**31), (5, 100, 1e-9, 1), (4, 9, 0.0, 1)]
     for rows, columns, p, stream in shapes:
         expected = reference.keep_mask(SEED, stream, (rows, columns), p)
-        assert native_mask(SEED, stream, rows, columns, p, dtype).equal(expected.to(dtype))
+        assert native_mask(SEED, stream, rows, columns, p, dtype, device).equal(expected.to(dtype))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

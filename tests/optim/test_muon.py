@@ -107,7 +107,7 @@ def plain_run(name: str, steps: int = STEPS, phase_2: int = -1, **changes: Any) 
     for step in range(steps):
         if step == phase_2:
             optimizer.t = 0
-        losses.append(tiny.backward(model, step))
+        losses.append(tiny.backward(model, step)[0])
         norms.append(clip(model, 1.0))
         optimizer.step(LR)
     return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,19 @@ def uninterrupted(
     settings = (*SMALL, f"schedule.total_steps={total}", "schedule.warmup_steps=1")
     output_of(*words, *settings, ranks=ranks, timeout=600, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
     return logged(folder / "straight")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Iterator[Cluster]:
+    """The module's cluster; a test leaves no job to the next one."""
+    yield running
+    running.cancel_all()
 
 
 @pytest.fixture(scope="module")

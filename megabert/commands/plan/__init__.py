@@ -90,7 +90,7 @@ def print_forecast(args: argparse.Namespace, config: Config, phases: Sequence[Ph
     node = 8 if args.nodes_of is None else args.nodes_of
     sizes, network, assumed = args.over or [node], args.network, ""
     if network is None and max(sizes) > node:
-        network = f"{node}x{device.adapter:g}"
+        network = f"{node}x{step_time.ADAPTERS[device.generation]:g}"
         assumed = " (assumed, as NVIDIA sells this GPU in nodes; --network names another)"
     fabric = step_time.Fabric.of(node, network or "")
     for size in sizes:

@@ -48,11 +48,6 @@ class Device:
     # 0: those of a node
     domain: int = 0
 
-    @property
-    def adapter(self) -> float:
-        """Gbit/s of a GPU's network adapter by default."""
-        return ADAPTERS[self.generation]
-
     def linked(self, gigabytes: float) -> Device:
         """The device on a host whose links between GPUs have so many GB/s in one direction; 0: those of the table."""
         return replace(self, link=gigabytes * GB) if gigabytes else self
@@ -165,14 +160,14 @@ class Ranks:
         latency = self.constants.base_latency + self.ring_latency
         return (self.size - 1) / self.size * size / self.bandwidth + calls * latency
 
-    def all_reduce(self, size: float, calls: int = 1) -> float:
+    def all_reduce(self, size: float) -> float:
         """Seconds of the faster of ring and tree: equal traffic, 2 (n - 1) hops or twice the depth of the tree."""
         if self.size == 1:
             return 0.0
         depth = (min(self.node, self.size) - 1) * self.constants.link_latency
         depth += math.log2(self.nodes) * self.network_latency
         transfer = 2 * (self.size - 1) / self.size * size / self.bandwidth
-        return transfer + calls * (self.constants.base_latency + 2 * min(self.ring_latency, depth))
+        return transfer + (self.constants.base_latency + 2 * min(self.ring_latency, depth))
 
 
 def groups(device: Device, fabric: Fabric, size: int, constants: Constants) -> tuple[Ranks, Ranks, Ranks]:

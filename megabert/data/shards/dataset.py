@@ -248,22 +248,24 @@ class Dataset:
         except OSError:  # of NFS, if another node has removed it
             return False
 
+    def _section(self, number: int) -> tuple[Shard, BlockLayout, int, int]:
+        """Shard, layout, first byte and number of blocks of a section: a shard's full blocks or the short last one."""
+        shards = self.manifest.shards
+        shard, tail = shards[min(number, len(shards) - 1)], number == len(shards)
+        blocks = shard.rows // self._full.rows
+        return (shard, self._last, blocks * self._full.bytes, 1) if tail else (shard, self._full, 0, blocks)
+
     def _views(self, section: int) -> tuple[mmap.mmap, dict[str, np.ndarray]]:
-        """The map of a section, the full blocks of a shard or the short last block, and views [blocks, R] of each member.
+        """The map of a section, and views [blocks, R] of each member.
 
         Raises ValueError for a file that was cut or removed: a read beyond its end would kill the process (SIGBUS).
         """
         if self._is_whole(section):
             self._maps.move_to_end(section)
             return self._maps[section]
-        shards, tail = self.manifest.shards, section == len(self.manifest.shards)
-        shard = shards[-1] if tail else shards[section]
+        shard, layout, start, blocks = self._section(section)
         data = with_retries(partial(self._map, shard))
-        blocks = shard.rows // self._full.rows
-        if tail:
-            views = self._last.views(data, blocks * self._full.bytes, 1)
-        else:
-            views = self._full.views(data, 0, blocks)
+        views = layout.views(data, start, blocks)
         self._maps[section] = data, views
         while len(self._maps) > self.most_open:
             self._maps.popitem(last=False)
@@ -309,13 +311,11 @@ class Dataset:
     def _advise(self, section: int, blocks: np.ndarray) -> None:
         """Let the system read these blocks (int64 [b], sorted) of a section."""
         data, _ = self._views(section)
-        tail = section == len(self.manifest.shards)
-        start = self.manifest.shards[-1].rows // self._full.rows * self._full.bytes if tail else 0
-        size = (self._last if tail else self._full).bytes
+        _, layout, start, _ = self._section(section)
         for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):
-            first = start + int(run[0]) * size
+            first = start + int(run[0]) * layout.bytes
             over = first % mmap.PAGESIZE
-            data.madvise(mmap.MADV_WILLNEED, first - over, len(run) * size + over)
+            data.madvise(mmap.MADV_WILLNEED, first - over, len(run) * layout.bytes + over)
 
     def _places(self, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Section, block in it and row in that of each row id (int64 [n]). Raises ValueError for one that is out of range."""
@@ -330,10 +330,9 @@ class Dataset:
         return section, block, row
 
     def _place(self, row_id: int) -> str:
-        shard, local = divmod(row_id, self.manifest.rows_per_shard)
-        block, row = divmod(local, self.manifest.block_rows)
-        tail = row_id >= self.rows - self.rows % self.manifest.block_rows
-        _, offset, row_bytes = (self._last if tail else self._full).members["ids"]
-        byte = block * self._full.bytes + offset + row * row_bytes
-        path = self.folder / self.manifest.shards[shard].name
-        return f"{path}: block {block}, row {row} (ids at byte {byte})"
+        section, block, row = (int(part[0]) for part in self._places(np.array([row_id])))
+        shard, layout, start, _ = self._section(section)
+        _, offset, row_bytes = layout.members["ids"]
+        byte = start + block * layout.bytes + offset + row * row_bytes
+        block += start // self._full.bytes
+        return f"{self.folder / shard.name}: block {block}, row {row} (ids at byte {byte})"

@@ -30,6 +30,7 @@ class BlockLayout:
     def __init__(self, rows: int, seq_len: int, max_sequences: int, dtype: str) -> None:
         self.rows, self.bytes = rows, 0
         self.members: dict[str, tuple[bytes, int, int]] = {}
+        self._headers: dict[str, tuple[bytes, bytes, int]] = {}
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "ids": (np.dtype(dtype).newbyteorder("<").str, (rows, seq_len)),
             "bounds": ("<u2", (rows, max_sequences, 2)),
@@ -41,13 +42,11 @@ class BlockLayout:
             npy = b"\x93NUMPY\x01\x00" + (NPY_HEADER - 10).to_bytes(2, "little") + text.ljust(NPY_HEADER - 11) + b"\n"
             assert len(npy) == NPY_HEADER
             row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(descr).itemsize
+            size = NPY_HEADER + rows * row_bytes
             self.members[name] = (npy, self.bytes + HEADER, row_bytes)
-            self.bytes += TAR_UNIT - (-(NPY_HEADER + rows * row_bytes) // TAR_UNIT) * TAR_UNIT
-        self._headers = {
-            name: _tar_header(name, NPY_HEADER + rows * row_bytes) for name, (_, _, row_bytes) in self.members.items()
-        }
-        sizes = {name: member[2] for name, member in self.members.items()}
-        self.row = np.dtype([(name, f"V{sizes[name]}") for name in ("ids", "bounds", "isnext")])
+            self._headers[name] = _tar_header(name, size)
+            self.bytes += TAR_UNIT - (-size // TAR_UNIT) * TAR_UNIT
+        self.row = np.dtype([(name, f"V{self.members[name][2]}") for name in ("ids", "bounds", "isnext")])
 
     def header(self, name: str, block: int) -> bytes:
         """The tar and npy headers of one member: constant except for the key and its share of tar's checksum."""

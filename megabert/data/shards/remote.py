@@ -28,9 +28,8 @@ from megabert.common import storage
 from megabert.common.errors import Failed
 from megabert.common.files import NO_LOCKS, add_path_when_full, cache_folder, write_atomically
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
+from megabert.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 
-# copied too where it exists, beside the tokenizer
-TOKENIZER_CONFIG = "tokenizer_config.json"
 # shards that a process copies at the same time, and most of them before they are needed (as an epoch's beginning needs)
 CONNECTIONS, AHEAD = 4, 64
 # seconds after which a file that a process was copying is that of a killed one

@@ -60,8 +60,8 @@ def test_ranks_share_links_and_adapters() -> None:
     assert DEVICES["h100-pcie"].linked(0) == DEVICES["h100-pcie"]
 
 
-def system(software: Software = PLAIN, constants: Constants | None = None, gpu: str = "h100") -> System:
-    return System(DEVICES[gpu], FABRIC, software, constants or Constants())
+def system(software: Software = PLAIN, constants: Constants | None = None) -> System:
+    return System(H100, FABRIC, software, constants or Constants())
 
 
 def step(size: int, software: Software = PLAIN, steps: int = 1, constants: Constants | None = None) -> times.StepTime:

@@ -45,16 +45,6 @@ def compile_once(source: Path, includes: Iterable[Path], *options: str) -> ctype
     return ctypes.CDLL(str(library))
 
 
-def build() -> ctypes.CDLL:
-    """The library of kernels.cpp."""
-    here = Path(__file__).parent
-    loaded = compile_once(here / "kernels.cpp", here.iterdir(), "-O1")
-    loaded.guarded.restype = ctypes.c_void_p
-    loaded.guarded.argtypes = [ctypes.c_size_t]
-    loaded.release.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return loaded
-
-
 class Guarded:
     """A copy of a tensor in guarded memory; `read` copies it back."""
 
@@ -84,7 +74,11 @@ class Kernels:
     """`run("name", …)` calls a function of kernels.cpp in both orders of threads and wants the same bits from both."""
 
     def __init__(self) -> None:
-        self.library = build()
+        here = Path(__file__).parent
+        self.library = compile_once(here / "kernels.cpp", here.iterdir(), "-O1")
+        self.library.guarded.restype = ctypes.c_void_p
+        self.library.guarded.argtypes = [ctypes.c_size_t]
+        self.library.release.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
     def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> list[Tensor]:
         """The results; arguments are tensors (None: a null pointer), results, numbers, ctypes structures."""

@@ -46,9 +46,7 @@ const char* with_type(int type, F f) {
 template <class F>
 const char* with_groups(int type, int64_t width, std::initializer_list<const void*> pointers, F f) {
   return with_type(type, [&](auto t) {
-    std::string result;
-    with_bool(aligned(width, pointers), [&](auto whole) { result = f(t, whole); });
-    return result;
+    return with_bool(aligned(width, pointers), [&](auto whole) { return f(t, whole); });
   });
 }
 
@@ -62,12 +60,10 @@ std::string launch_columns(int64_t width, bool backwards, F kernel) {
 // f of the shape of the blocks for rows of this width
 template <class F>
 std::string launch_rows(int64_t rows, int64_t width, bool backwards, F f) {
-  std::string result;
-  with_row_shape(width, [&](auto shape) {
+  return with_row_shape(width, [&](auto shape) {
     using S = decltype(shape);
-    result = launch(dim3((rows + S::rows - 1) / S::rows), dim3(S::threads, S::rows), backwards, [&] { f(shape); });
+    return launch(dim3((rows + S::rows - 1) / S::rows), dim3(S::threads, S::rows), backwards, [&] { f(shape); });
   });
-  return result;
 }
 
 template <class T, int Vectors>
@@ -127,12 +123,10 @@ const char* softmax_mask_backward(int type, bool backwards, Pointer grad, Pointe
 
 const char* activate(int type, bool backwards, bool gate, Pointer x, Pointer bias, Pointer y, int64_t rows, int64_t width) {
   return with_groups(type, width, {x, bias, y}, [&](auto t, auto whole) {
-    std::string result;
-    with_bool(gate, [&](auto gated) {
+    return with_bool(gate, [&](auto gated) {
       const auto kernel = activation_forward<decltype(t), decltype(gated)::value, decltype(whole)::value>;
-      result = launch_columns(width, backwards, [&] { kernel(x, bias, y, rows, width); });
+      return launch_columns(width, backwards, [&] { kernel(x, bias, y, rows, width); });
     });
-    return result;
   });
 }
 
@@ -140,10 +134,9 @@ const char* activate_backward(int type, bool backwards, bool gate, Pointer grad,
                               Pointer partial, Pointer dbias, int64_t rows, int64_t width) {
   return with_groups(type, width, {grad, x, bias, dx}, [&](auto t, auto whole) {
     using T = decltype(t);
-    std::string result;
-    with_bool(gate, [&](auto gated) {
+    const std::string result = with_bool(gate, [&](auto gated) {
       const auto kernel = activation_gradient<T, decltype(gated)::value, decltype(whole)::value>;
-      result = launch_columns(width, backwards, [&] { kernel(grad, x, bias, dx, partial, rows, width); });
+      return launch_columns(width, backwards, [&] { kernel(grad, x, bias, dx, partial, rows, width); });
     });
     const int64_t columns = (1 + gate) * width;
     return result.empty() ? reduce(backwards, partial, LineSums<T, 1>{{dbias}}, kBlocks, columns, columns) : result;
@@ -188,10 +181,9 @@ const char* layer_norm_backward(int type, bool backwards, Pointer grad, Pointer 
   return with_groups(type, width, {grad, second, z, weight, dx, dresidual}, [&](auto t, auto whole) {
     using T = decltype(t);
     const LayerNormGradientRows<T> a{grad, second, z, weight, of_z, mean, rstd, dx, dresidual, partial, rows, width};
-    std::string result;
-    with_block_shape(width, [&](auto shape) {
+    const std::string result = with_block_shape(width, [&](auto shape) {
       using S = decltype(shape);
-      result = launch(kBlocks, S::threads, backwards, [&] {
+      return launch(kBlocks, S::threads, backwards, [&] {
         layer_norm_gradient<T, S::threads, S::groups, decltype(whole)::value>(a, dropout_of(stream, p), seed);
       });
     });

@@ -135,7 +135,7 @@ def test_a_damaged_manifest_is_refused_or_only_respelled(folder, rows):
     flips = [(at, int(rng.integers(8))) for at in rng.integers(len(text), size=990).tolist()]
     flips.append((text.index(b"e-07"), 5))  # the other case of a letter
     damaged = [text[:at] + bytes([text[at] ^ 1 << bit]) + text[at + 1 :] for at, bit in flips]
-    damaged += [text[:size] for size in range(len(text))]
+    damaged += [*(text[:size] for size in range(len(text))), b"[]", b"null", b"\xff"]
     respelled = 0
     for data in damaged:
         path.write_bytes(data)
@@ -189,8 +189,7 @@ def test_a_shard_lost_meanwhile_is_one_clear_line(folder, tmp_path, loss, monkey
     """A worker that read its map beyond the end of the file would be killed without a word. A shard that is gone was on a
     file system that is lost, which a restart may find again."""
     monkeypatch.setattr(errors, "WAITS", (0.0, 0.0))
-    copy = tmp_path / "data"
-    shutil.copytree(folder, copy)
+    copy = shutil.copytree(folder, tmp_path / "data")
     dataset = Dataset(copy)
     if loss == "cut":
         dataset.read(np.arange(ROWS))  # the worker inherits the maps

@@ -22,7 +22,7 @@ from megabert.data.shards.layout import shard_bytes
 from tests.helpers.golden_runs import held_out_of
 from tests.helpers.rows import make_dataset, make_rows, manifest
 
-ROWS, LENGTH, SLOTS, BLOCK, PER_SHARD = 148, 32, 3, 8, 64  # 3 shards, the last block has 4 rows
+ROWS, LENGTH, SLOTS = 148, 32, 3  # 3 shards, the last block has 4 rows
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def arrays():
 
 @pytest.fixture
 def folder(tmp_path, arrays):
-    return make_dataset(tmp_path / "data", ROWS, arrays=arrays, seq_len=LENGTH, slots=SLOTS)
+    return make_dataset(tmp_path / "data", ROWS, arrays=arrays)
 
 
 def independent(folder: Path) -> dict[str, np.ndarray]:
@@ -70,11 +70,9 @@ def test_members_follow_the_data_contract(folder, arrays):
 @pytest.mark.parametrize(("dtype", "rows"), [("uint16", ROWS), ("uint32", ROWS), ("uint16", 1), ("uint16", 8)])
 def test_read_equals_an_independent_reader(tmp_path, arrays, dtype, rows):
     ids, bounds, isnext = (array[:rows] for array in arrays)
-    tree = {"kind": "sentencepiece", "file": "tokenizer.model", "sha256": "0" * 64, "vocab_size": 70_000}
-    tree["special_ids"] = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
-    changes = {"dtype": dtype, "tokenizer": tree} if dtype == "uint32" else {}
-    arrays = (ids.astype(dtype), bounds, isnext)
-    folder = make_dataset(tmp_path, rows, arrays=arrays, seq_len=LENGTH, slots=SLOTS, **changes)
+    tokenizer = manifest(rows, LENGTH, SLOTS, 8, [])["tokenizer"] | {"vocab_size": 70_000}
+    changes = {"dtype": dtype, "tokenizer": tokenizer} if dtype == "uint32" else {}
+    folder = make_dataset(tmp_path, rows, arrays=(ids.astype(dtype), bounds, isnext), **changes)
     want = independent(folder)
     dataset = Dataset(folder)
     rng = np.random.default_rng(0)
@@ -96,7 +94,7 @@ def test_read_equals_an_independent_reader(tmp_path, arrays, dtype, rows):
 def test_contradicting_rows_with_good_checksums_are_refused(tmp_path, array, place, value):
     arrays = make_rows(16, LENGTH, SLOTS)
     arrays[array][place] = value
-    make_dataset(tmp_path, 16, arrays=arrays, seq_len=LENGTH, slots=SLOTS)
+    make_dataset(tmp_path, 16, arrays=arrays)
     with pytest.raises(DamagedRow, match=r"block 0, row 3 .* out of range"):
         Dataset(tmp_path).read(np.arange(16))
     assert len(list(verify(tmp_path))) == 1
@@ -108,6 +106,9 @@ def test_a_missing_shard_tokenizer_or_manifest_is_named(folder):
     (folder / "shard-000001.tar").unlink()
     assert any("shard-000001.tar: is missing" in p for p in verify(folder))
     with pytest.raises(ValueError, match=r"shard-000001\.tar: is missing"):
+        Dataset(folder)
+    (folder / "manifest.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(ValueError, match=r"manifest\.json: not valid JSON"):
         Dataset(folder)
     (folder / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"manifest\.json: not found"):
@@ -160,14 +161,6 @@ def test_wrong_manifest_fields_are_named_with_their_file(folder, where, value, f
         write_manifest(folder, tree)
 
 
-def test_a_manifest_without_fields_is_one_line(folder):
-    for text in (b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"):
-        (folder / "manifest.json").write_bytes(text)
-        with pytest.raises(ValueError, match=r"manifest\.json: ") as caught:
-            Manifest.load(folder)
-        assert "\n" not in str(caught.value)
-
-
 def test_a_changed_manifest_field_breaks_the_fingerprint(folder):
     path = folder / "manifest.json"
     tree, fingerprint = json.loads(path.read_text()), Manifest.load(folder).fingerprint
@@ -182,8 +175,6 @@ def test_a_changed_manifest_field_breaks_the_fingerprint(folder):
             Manifest.load(folder)
     write_manifest(folder, tree | {"options": {"seed": 2}})
     assert Manifest.load(folder).fingerprint != fingerprint and list(verify(folder)) == []
-    path.write_text(json.dumps(tree, sort_keys=True, indent=2) + "\n")
-    assert list(verify(folder)) == [f"{path}: is not as it was written: the same fields in other bytes"]
 
 
 def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):

@@ -10,8 +10,7 @@ from data_prep.executor import journal as journal_module
 from data_prep.executor import work_files
 from data_prep.executor.journal import Stages
 from data_prep.executor.pool import Pool
-from data_prep.executor.work_files import BuildJob, ItemResult
-from data_prep.options import BuildOptions
+from data_prep.executor.work_files import ItemResult
 
 calls = []
 
@@ -30,11 +29,6 @@ def add_one(job, item):
     done = ItemResult(facts={"value": int(work_files.read(job, f"square-{item}", np.int64)[0]) + 1})
     work_files.write(job, f"sum-{item}", np.array([done.facts["value"]]), done)
     return done
-
-
-@pytest.fixture
-def job(tmp_path):
-    return BuildJob(BuildOptions(), "", str(tmp_path), "stop")
 
 
 def run(job, items=(1, 2, 3), consume=False):

@@ -11,7 +11,6 @@ import pytest
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor import output_folder
 from data_prep.executor.output_folder import opened
-from megabert.common import logs
 from megabert.data.shards import MANIFEST
 from tests.helpers.prep_reading import write, write_all
 
@@ -75,7 +74,6 @@ def test_killed_while_removing_work_is_complete(files, tmp_path, monkeypatch):
 def test_work_folder_kept_by_nfs_warns(tmp_path, monkeypatch, capsys):
     kept = OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"{tmp_path}/.work")
     monkeypatch.setattr(output_folder.shutil, "rmtree", Mock(side_effect=kept))
-    logs.setup()
     with opened(tmp_path, ACCOUNT):
         finish(tmp_path)
     with opened(tmp_path, ACCOUNT) as work:
@@ -149,7 +147,6 @@ def test_other_code_does_not_resume_a_build(tmp_path, monkeypatch):
 
 def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
-    logs.setup()
     for part in (True, False):
         with opened(tmp_path / "out", ACCOUNT, part=part) as work:
             assert work is not None

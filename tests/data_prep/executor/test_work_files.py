@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 from data_prep.executor import work_files
-from data_prep.options import BuildOptions
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc on this system")
-def test_copied_pages_are_released(tmp_path):
+def test_copied_pages_are_released(job, tmp_path):
     (tmp_path / "items").write_bytes(np.arange(1 << 20, dtype=np.uint64).tobytes())
-    job = work_files.BuildJob(BuildOptions(), "", str(tmp_path), "stop")
     items = work_files.mapped(job, "items", np.uint64)
 
     def resident() -> int:
@@ -28,8 +26,7 @@ def test_copied_pages_are_released(tmp_path):
     assert work_files.copy_items(np.arange(3), slice(1, None)).tolist() == [1, 2]
 
 
-def test_failed_attempt_leaves_the_file_of_another(tmp_path):
-    job = work_files.BuildJob(BuildOptions(), "", str(tmp_path), "stop")
+def test_failed_attempt_leaves_the_file_of_another(job, tmp_path):
     one, other = work_files.ItemResult(), work_files.ItemResult()
     with pytest.raises(SystemExit), work_files.appending(job, "items", one) as append:
         append(np.arange(3))

@@ -119,6 +119,8 @@ def test_a_carriage_return_at_the_end_of_the_head_may_be_half_of_a_line_end(tmp_
         ('title="Other"', "\nA title\n\nText.\n", "\nText.\n"),
         ('title="Other"', "\nA sentence of the text.\n\nText.\n", "A sentence of the text.\n\nText.\n"),
         ('title="Other"', "\nข้อความเดียว\n", "ข้อความเดียว\n"),
+        ('title="Other"', "\n&nbsp;\n\nText.\n", "&nbsp;\n\nText.\n"),
+        ('title="Other"', "\n\u3000\n\nText.\n", "\u3000\n\nText.\n"),
         ('title="Other"', "\nNo title, for text follows\nText.\n", "No title, for text follows\nText.\n"),
     ],
 )

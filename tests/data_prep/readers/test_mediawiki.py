@@ -379,17 +379,11 @@ TOKENS = (
 )
 def test_no_wikitext_costs_more_than_linear_time(tail):
     size = 100_000
-    for token in TOKENS:
+    for token in (*TOKENS, "{{val|" + " " * 3_900 + "!=x}} here. "):
         text = token * (size // len(token)) + tail * (size // 4)
         began = time.process_time()
         prose(text)
         assert time.process_time() - began < 1, f"{token!r} with {tail!r}"
-
-
-def test_a_call_of_spaces_costs_linear_time():
-    began = time.process_time()
-    prose("A {{val|" + " " * 3_900 + "!=x}} here.")
-    assert time.process_time() - began < 0.5
 
 
 def test_disambiguation_is_found_in_linear_time():

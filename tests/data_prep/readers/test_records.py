@@ -62,18 +62,16 @@ def test_a_bad_record_costs_no_other(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "size"), [(b'[{"text": "One."}, {"text": "T', 12), (b'[{"text": "One."}] and more', 8)]
+    ("content", "message", "texts", "size"),
+    [
+        (b'[{"text": "One."}, {"text": "T', "the array is not closed", ["One."], 12),
+        (b'[{"text": "One."}] and more', "text outside of the array", ["One."], 8),
+        (b'[{"text": "One."}] more [{"text": "Two."}] ]', "text outside of the array", ["One.", "Two."], 5),
+    ],
 )
-def test_an_array_without_its_end(content, size, tmp_path):
-    message = r"a\.json: byte \d+: (the array is not closed|text outside of the array)"
-    found, problems = refuse(write(tmp_path / "a.json", content), message)
-    assert found == ["One."] and problems.lost["bad JSON"]["bytes"] == size
-
-
-def test_text_between_arrays_is_bad(tmp_path):
-    content = b'[{"text": "One."}] more [{"text": "Two."}] ]'
-    found, problems = refuse(write(tmp_path / "a.json", content), "text outside of the array")
-    assert found == ["One.", "Two."] and problems.lost["bad JSON"]["bytes"] == 5
+def test_an_array_without_its_end_and_text_outside(content, message, texts, size, tmp_path):
+    found, problems = refuse(write(tmp_path / "a.json", content), rf"a\.json: byte \d+: {message}")
+    assert found == texts and problems.lost["bad JSON"]["bytes"] == size
 
 
 def test_text_behind_a_second_end_tag_is_counted(tmp_path):

@@ -24,12 +24,6 @@ def test_formats_are_recognised_in_every_compression(kind, tmp_path):
     assert found == ["Alpha one.", "Beta é.", "Once.\r\n\r\nTwice.\r\n", "\nFirst text.\nSecond line.\n", "\nOther.\n"]
 
 
-@pytest.mark.parametrize("blank", ["&nbsp;", "\u3000"])
-def test_first_line_of_spaces_is_no_title(blank, tmp_path):
-    path = write(tmp_path / "wiki_00", f'<doc id="1" title="One">\n{blank}\n\nText.\n</doc>\n')
-    assert read_all([path])[0] == [f"{blank}\n\nText.\n"]
-
-
 def test_what_a_document_is_in_plain_text(tmp_path):
     path = write(tmp_path / "t.txt", b"a 1\na 2\n\n \r\nb 1\n\n\n\nc 1\nc 2\n")
     assert len(read_all([path])[0]) == 1

@@ -146,9 +146,8 @@ def test_short_paragraphs_are_never_repeated_ones(characters, repeated, tokenize
     assert facts["dropped"]["repeated_paragraphs"] == repeated
 
 
-@pytest.mark.parametrize("size", [64, 1 << 21])
-def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, monkeypatch, size):
-    monkeypatch.setattr(dedup, "RANGE_RECORDS", size)
+def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(dedup, "RANGE_RECORDS", 64)
     options = BuildOptions(dedup=("documents", "near"))
     job = BuildJob(options, str(tokenizer_file), str(tmp_path), "stop", weights=(1.0, 1.0))
     corpora = [Corpus("input", (str(planted / "wiki_0"),)), Corpus("b", (str(planted),))]
@@ -156,4 +155,4 @@ def test_many_key_ranges_find_what_one_finds(planted, tokenizer_file, tmp_path, 
     with Stages(tmp_path, Pool(1), progress=False) as stages:
         kept = dedup.run(stages, job, tasks, read.run(stages, job, tasks))
     assert {part.mask for part in kept} == {"keep"} and stages.everything.dropped == EXACT | NEAR
-    assert all((len(list(tmp_path.glob(f"{kind}-*.drop"))) > 1) == (size == 64) for kind in ("documents", "near"))
+    assert all(len(list(tmp_path.glob(f"{kind}-*.drop"))) > 1 for kind in ("documents", "near"))

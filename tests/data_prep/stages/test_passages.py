@@ -14,7 +14,6 @@ from data_prep.options import BuildOptions
 from data_prep.stages import passages, sequences
 from data_prep.stages.kept import DOCUMENT
 from data_prep.tokens.encoder import Encoded
-from megabert.common import logs
 from megabert.data.shards import Dataset, verify
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers.prep_builds import report, sequences_of
@@ -53,7 +52,6 @@ def days(folder):
 
 @pytest.mark.parametrize("nsp", [False, True])
 def test_passages_of_three_novels_are_held_out(nsp, make, capsys):
-    logs.setup()
     folder = make("data", nsp=nsp)
     kind, line = capsys.readouterr().out.splitlines()
     assert "a document of plain text is a file" in kind

@@ -1,6 +1,7 @@
 """Sentence pairs and filled rows, long sentences, checks of what was drawn; token values are corpus positions."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from data_prep.stages import sequences
 from data_prep.stages.packing import pack
 from data_prep.stages.sequences import _truncate, filled_rows, sentence_pairs
 from data_prep.tokens.encoder import Encoded
-from megabert.common import logs
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import wordpiece
 
@@ -146,13 +146,11 @@ def tokenizer(tmp_path_factory):
     return Tokenizer.load(wordpiece.write(tmp_path_factory.mktemp("vocab") / "vocab.txt"))
 
 
-def encoded(tokenizer, documents):
+def encoded(tokenizer, texts):
     """Documents as lists of sentences, each a string."""
-    ids = [tokenizer.encode_batch(sentences) for sentences in documents]
-    flat = [sentence for document in ids for sentence in document]
-    tokens = np.array([token for sentence in flat for token in sentence], np.uint16)
-    sizes = np.array([len(document) for document in ids], np.int64)
-    return Encoded(tokens, np.array([len(s) for s in flat], np.int64), sizes)
+    ids = [tokenizer.encode_batch(sentences) for sentences in texts]
+    tokens = np.array([token for document in ids for sentence in document for token in sentence], np.uint16)
+    return replace(documents([[*map(len, document)] for document in ids]), tokens=tokens)
 
 
 def test_only_documents_without_sentence_ends_are_split_unasked(tokenizer):
@@ -188,7 +186,6 @@ def drawn(**changes: int) -> ItemResult:
 
 
 def test_poor_pairs_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.setup()
     sequences.check_totals(drawn(random_next=1200, truncated_tokens=20_000), 128)
     sequences.check_totals(drawn(pairs=0, random_next=0, truncated_tokens=90_000), 128)  # no pairs at all
     assert not capsys.readouterr().err

@@ -11,7 +11,6 @@ from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import Corpus, FileRange, ReadOptions
 from data_prep.executor.output_folder import SPOOLS, remove_others
 from data_prep.executor.pool import Pool
-from data_prep.executor.work_files import BuildJob
 from data_prep.options import BuildOptions
 from data_prep.readers import decompress, tasks
 from data_prep.stages.unpack import PackedFile, unpack
@@ -47,10 +46,10 @@ def small_ranges(monkeypatch):
 def run(tokenizer_file, tmp_path):
     """Build paths into a folder of a name: the summary, and the bytes of the shards."""
 
-    def run(name, *paths, on_error="stop", **options):
+    def run(name, *paths, on_error="stop", train=False, **options):
         given = BuildOptions(held_out=0.02, rows_per_shard=256, **options)
-        corpus = Corpus("input", tuple(map(str, paths)))
-        plan = BuildPlan([corpus], tmp_path / name, given, Tokenizer.load(tokenizer_file), on_error)
+        corpus, tokenizer = Corpus("input", tuple(map(str, paths))), None if train else Tokenizer.load(tokenizer_file)
+        plan = BuildPlan([corpus], tmp_path / name, given, tokenizer, on_error)
         summary = build(plan, Pool(1), progress=False)
         assert not (plan.folder / ".work").exists()
         return summary, {path.relative_to(plan.folder): path.read_bytes() for path in plan.folder.rglob("*.tar")}
@@ -103,30 +102,26 @@ def test_damage_in_a_large_file(name, policy, topics, run, tmp_path):
         assert 60 <= summary["read"]["documents"] < 120
 
 
-def test_corrected_option_reuses_unpacked_text(topics, tmp_path):
+def test_corrected_option_reuses_unpacked_text(topics, run, tmp_path):
     """The size of a vocabulary is found too large after unpacking. The corrected command doesn't read the packed files."""
     for i in (0, 1):
         write(tmp_path / f"{i}.gz", PACK["gz"](make("wiki", topics[i::2])))
-
-    def run(name, vocab_size, **options):
-        given = BuildOptions(vocab_size=vocab_size, model_type="bpe", sample_megabytes=1, rows_per_shard=256, **options)
-        build(BuildPlan([Corpus("input", (str(tmp_path / "?.gz"),))], tmp_path / name, given), Pool(1), progress=False)
-
-    run("fresh", 600, seed=3)
+    packed, options = tmp_path / "?.gz", {"train": True, "model_type": "bpe", "sample_megabytes": 1}
+    run("fresh", packed, vocab_size=600, seed=3, **options)
     with pytest.raises(BadInput, match="--vocab-size: 100000 is too large for this corpus"):
-        run("out", 100_000)
+        run("out", packed, vocab_size=100_000, **options)
     assert {path.name.split("-")[0] for path in (tmp_path / "out" / ".work").iterdir()} == {"stream", "journal"}
     for path in tmp_path.glob("?.gz"):
         status, damaged = path.stat(), bytearray(path.read_bytes())
         damaged[-8] ^= 1  # the checksum: whatever unpacks all of it fails
         path.write_bytes(damaged)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    run("out", 600, seed=3)
+    run("out", packed, vocab_size=600, seed=3, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
-def test_spools_of_another_input_are_removed(topics, tmp_path):
-    job, names = BuildJob(BuildOptions(), "", str(tmp_path), "stop"), []
+def test_spools_of_another_input_are_removed(job, topics, tmp_path):
+    names = []
     for i in (0, 1):
         path = write(tmp_path / f"{i}.gz", PACK["gz"](topics[i].encode()))
         names.append(unpack(job, PackedFile(i, FileRange(str(path), "gz"))))

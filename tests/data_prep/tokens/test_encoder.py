@@ -61,7 +61,8 @@ def test_arrow_splits_where_python_does():
 
 def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
     documents = [["One two. Three four.", "", "  ", " Five \u3000 six "], [], ["\u200b"], [" "], ["Seven."]]
-    batch = encoded(documents, Tokenizer.load(tokenizer_file))
+    tokenizer = Tokenizer.load(tokenizer_file)
+    batch = encoded(documents, tokenizer)
     assert batch.words.documents.tolist() == [0, 6, 6, 7, 7, 8]
     assert batch.words.paragraphs.tolist() == [0, 4, 4, 4, 6, 7, 7, 8]
     assert batch.paragraph_sizes.tolist() == [2, 0, 0, 1, 0, 0, 1]
@@ -71,3 +72,5 @@ def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
     for name in ("documents", "paragraphs"):
         assert getattr(alone, name).tolist() == getattr(batch.words, name).tolist()
     assert (alone.facts == batch.words.facts).all()
+    empty = encoded([["", " "], []], tokenizer, WordEncoder(tokenizer, np.dtype(np.uint16), texts=True))
+    assert empty.paragraph_sizes.tolist() == [0, 0] and empty.encoded.document_texts() == ["", ""]
