@@ -103,20 +103,24 @@ def reached(curve: Sequence[Mapping[str, float]], bits: float) -> float:
     return seconds / 60
 
 
-# entries of the race against the fair peer: its own, and ours
-PEER, OWN = ("20min-1cores", "hf-modern-8000"), ("4min-1cores", "modern-128-8000")
+# entries of the races against the fair peer: its own, and ours; the less favourable one first
+RACES = (
+    (("30min-2cores", "hf-modern-8000"), ("10min-2cores", "modern-128-8000")),
+    (("20min-1cores", "hf-modern-8000"), ("4min-1cores", "modern-128-8000")),
+)
 
 
-def minutes_to_modern(speedrun: Any) -> dict[str, float]:
+def minutes_to_modern(peer: Sequence[str], own: Sequence[str], speedrun: Any) -> dict[str, float]:
     """Minutes until the last bits a byte of the curve of the peer's best seed."""
-    best = min(run["curve"][-1]["bits"] for run in seeds(speedrun, *PEER).values())
-    return over_seeds([reached(run["curve"], best) for run in seeds(speedrun, *OWN).values()])
+    best = min(run["curve"][-1]["bits"] for run in seeds(speedrun, *peer).values())
+    return over_seeds([reached(run["curve"], best) for run in seeds(speedrun, *own).values()])
 
 
 STEPS = [Pair(f"step_base{name}", "results/0/results/*/real_tokens_per_sec/p50", "ours", "hf BertForPreTraining",
     ratio="results/0/comparisons/0/ratio") for name in
     ("128_cpu2_2026-11-20", "128_rows32_cpu2_2026-11-22", "128_fp32_cpu2_2026-11-24", "512_cpu2_2026-11-22")]  # fmt: skip
-MODERN = Pair("speedrun", "", minutes_to_modern, partial(minutes, *PEER), ".1f", better="less")
+MODERN = [Pair("speedrun", "", partial(minutes_to_modern, peer, own), partial(minutes, *peer), ".1f", better="less")
+    for peer, own in RACES]  # fmt: skip
 LONG = [Pair("long_cpu2_2026-11-26", f"results/{n}/results/*/microseconds_per_token", "ours", "hf sdpa",
     ratio=f"results/{n}/comparisons/0/ratio") for n in (0, 4, 5, 9)]  # fmt: skip
 ATTENTION = [Pair("ops_cpu2_2026-11-20", f"results/{n}/seconds/*/p50", "native", "sdpa", ratio=f"results/{n}/comparisons/1/ratio",
@@ -145,7 +149,8 @@ FINETUNED = {(task, model): [
 
 Row = tuple[str, str, Sequence[Pair]]  # label, peer, pairs whose figures share a cell
 README: Sequence[Row] = (
-    ("minutes to the lowest held-out loss of three tuned ModernBERTs in 20 minutes of one core", "Hugging Face, plain loop", [MODERN]),
+    ("minutes to the lowest held-out loss of three tuned ModernBERTs: in 30 minutes of two cores; in 20 of one",
+        "Hugging Face, plain loop", MODERN),
     ("training step of BERT-BASE, length 128, real tokens/s: bf16 with AVX-512; fp32 with AVX2", "Hugging Face", STEPS[:3:2]),
     ("loader with dynamic masking, rows/s on one core: batches of 32; 2,048", "Hugging Face's collator", LOADER),
     ("text to shards, MB/s on one core, the same WordPiece vocabulary", "`tokenizers`; `tokie`", SHARDS),
@@ -153,7 +158,7 @@ README: Sequence[Row] = (
         FINETUNED["WNUT-17", "bert"][::-1]),
 )  # fmt: skip
 PEERS: Sequence[Row] = (
-    ("minutes to the lowest held-out loss of three tuned ModernBERTs", "Hugging Face", [MODERN]),
+    ("minutes to the lowest held-out loss of three tuned ModernBERTs: two cores; one", "Hugging Face", MODERN),
     ("tokens/s of BERT-BASE's step, length 128: bf16; AMX; fp32; length 512: AMX", "Hugging Face", STEPS),
     ("µs/token, rows of 512; 8,192: fp32; bf16 with AMX", "ModernBERT, sdpa", LONG),
     ("ms of attention, packed rows of 512: dropout 0.1; none", "torch SDPA, mask", ATTENTION),
@@ -167,8 +172,8 @@ PEERS: Sequence[Row] = (
 )  # fmt: skip
 TRAINERS = [(f"{task}, {model}", "", pairs) for (task, model), pairs in FINETUNED.items() if task != "RTE"]
 RUNS = (("1.8min-2cores", "muon-128"), ("3min-2cores", "modern-128-rows-16"), ("3min-2cores", "modern-128-8000"),
-    ("5min-2cores", "modern-128-8000"), ("30min-2cores", "hf-modern-8000"), ("30min-2cores", "modern-192-init"),
-    ("120min-2cores", "hf-tuned"), OWN, PEER, ("20min-1cores", "modern-128"),
+    ("5min-2cores", "modern-128-8000"), ("9min-2cores", "modern-128-8000"), *(entry for race in RACES for entry in reversed(race)),
+    ("30min-2cores", "modern-192-init"), ("120min-2cores", "hf-tuned"), ("20min-1cores", "modern-128"),
     ("20min-1cores", "hf-modern"))  # fmt: skip
 TRIALS = "trials_modern-128-8000_cpu1_2026-11-30"
 OURS, FP32, BY = "muon-128", "muon-128, precision=fp32", "objectives_{}_cpu1_2026-11-28"

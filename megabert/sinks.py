@@ -98,10 +98,17 @@ class Guarded(Sink):
     """A tracker with a thread of its own. Its first error is logged and ends it."""
 
     def __init__(self, name: str, make: Callable[[int], Sink], resume_step: int) -> None:
-        """`make` returns the tracker from the step from which it resumes; here its errors are raised."""
-        self._name, self._make, self._tracker = name, make, make(resume_step)
+        """`make` returns the tracker from the step from which it resumes. Of a new run (-1) its errors are raised here."""
+        self._name, self._make, self._failed = name, make, False
+        self._tracker: Sink | None = None
+        try:
+            self._tracker = make(resume_step)
+        except Exception as error:
+            if resume_step < 0:
+                raise
+            self._leave_out(error)
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(MOST_WAITING)
-        self._dropped, self._failed = 0, False
+        self._dropped = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -111,7 +118,7 @@ class Guarded(Sink):
         self._call("close")
 
     def _call(self, method: str, *arguments: Any) -> None:
-        if self._failed and method != "close":
+        if self._tracker is None or (self._failed and method != "close"):
             return
         try:
             if method == "resume":
@@ -120,11 +127,13 @@ class Guarded(Sink):
             else:
                 getattr(self._tracker, method)(*arguments)
         except Exception as error:  # of a library or a network: it must not end training
-            if not self._failed:
-                log.warning(
-                    f"log.to={self._name} fails and is left out from here on ({describe(error)[:200]}); {METRICS} goes on"
-                )
-            self._failed = True
+            self._leave_out(error)
+
+    def _leave_out(self, error: Exception) -> None:
+        if not self._failed:
+            text = f"fails and is left out from here on ({describe(error)[:200]})"
+            log.warning(f"log.to={self._name} {text}; {METRICS} goes on")
+        self._failed = True
 
     def _put(self, method: str, *arguments: Any) -> None:
         try:
@@ -163,7 +172,7 @@ class Sinks:
 
     def __init__(self, folder: Path | None, config: Config, saved_step: int, owed: bool = False) -> None:
         """Continue from `saved_step`, -1 without a checkpoint, whose evaluation is repeated if it is `owed`. Raises ValueError if a
-        requested sink is unavailable."""
+        tracker of a new run cannot be opened."""
         self._sinks: list[JsonLines | Guarded] = []
         if folder is None:
             return

@@ -168,6 +168,18 @@ def test_a_tracker_that_fails_is_one_warning(caplog):
     assert caplog.text.count("log.to=mine fails and is left out from here on (the server is gone)") == 1
 
 
+def test_a_tracker_gone_at_a_restart_ends_only_a_new_run(caplog):
+    make, lines = Mock(side_effect=ValueError("the server is gone")), [{"step": 6}, {"step": 7}]
+    with pytest.raises(ValueError, match="the server is gone"):
+        Guarded("mine", make, -1)
+    guarded = Guarded("mine", make, 5)
+    for line in lines:
+        guarded.write(line)
+    guarded.close()
+    assert [call.args for call in make.call_args_list] == [(-1,), (5,)]
+    assert caplog.text.count("log.to=mine fails and is left out from here on (the server is gone)") == 1
+
+
 def test_a_tracker_gone_at_rollback_is_one_warning(tmp_path, caplog):
     """It is closed and opened again from there, in its thread, and metrics.jsonl goes on."""
     tracker = Mock()

@@ -326,3 +326,24 @@ def test_copies_are_delivered_once_memory_is_free_again(tmp_path: Path, monkeypa
         assert one._server is not None
         one._server.shutdown()
         one._server.server_close()
+
+
+def test_a_plan_that_is_cut_off_is_none(tmp_path: Path) -> None:
+    """As of a keeper that is killed while it sends; its host can be asked again."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+
+        def send_half() -> None:
+            for half in (b'\n{"members": [', b"{}\n"):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(half)
+
+        sends = threading.Thread(target=send_half, daemon=True)
+        sends.start()
+        one = keeper.Keeper(tmp_path, tmp_path, [])
+        members = Member("n0", "localhost", port), Member("n0", "localhost", port), Member("n1", "localhost", 9)
+        one._ask_lower_ranks(Generation("0" * 16, "secret", members, 2), {"failed": []})
+        sends.join(5)
+    assert one.plans == {"0" * 16: {}}
