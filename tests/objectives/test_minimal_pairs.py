@@ -140,7 +140,7 @@ def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None
 class Numbers:
     """A tokenizer of numbers."""
 
-    unk_id, cls_id, sep_id, mask_id = -1, 1, 2, 3
+    pad_id, unk_id, cls_id, sep_id, mask_id = 0, -1, 1, 2, 3
 
     def encode_texts(self, texts):
         return [[int(word) for word in text.split()] for text in texts]
