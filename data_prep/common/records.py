@@ -80,7 +80,8 @@ class Corpus:
 
 
 def source_names(corpora: Sequence[Corpus]) -> tuple[str, ...]:
-    """Names of the sources of held-out figures: corpora, or a single corpus' inputs; () for 1 or over MOST_SOURCES."""
+    """Names of the sources of held-out figures: the corpora, or the inputs of a single corpus. () if there is only one, or more than
+    MOST_SOURCES."""
     names = [corpus.name for corpus in corpora]
     if len(corpora) == 1:
         parts = ([part for part in PurePath(path).parts if not re.search(r"[*?[]", part)] for path in corpora[0].paths)

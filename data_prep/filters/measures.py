@@ -114,7 +114,8 @@ class WordFacts:
             assert edges[0] == 0 and edges[-1] == len(self.facts) and (np.diff(edges) >= 0).all(), edges
 
     def document_hashes(self, seed: int) -> np.ndarray:
-        """uint64 [d], uniform: equal for the same words in order, in whatever paragraphs; 0 without words."""
+        """uint64 [d]: equal for the same words in the same order, independent of whitespace and paragraph ends; 0 without words.
+        Uniform for every seed."""
         return segment_hashes(self.facts["hash"], self.documents, seed)
 
 
@@ -242,7 +243,8 @@ def _phrase_hashes(phrases: tuple[str, ...]) -> list[list[int]]:
 
 
 def phrase_begins(batch: WordFacts, phrases: tuple[str, ...], edges: np.ndarray) -> np.ndarray:
-    """bool [w]: whether one of `phrases`, without case and punctuation, begins at a word and ends in its segment."""
+    """bool [w]: whether one of `phrases` begins at a word, ignoring case and punctuation, and ends in the same document or line, which
+    have these `edges`."""
     words = batch.folded
     assert words is not None, "the words were not folded"
     left = np.repeat(edges[1:], np.diff(edges)) - np.arange(len(words))

@@ -68,7 +68,8 @@ def units(batch: DocumentBatch, documents: Sequence[Sequence[str]], form: Form =
 def shingles(units: Units, words: int, characters: int) -> tuple[np.ndarray, np.ndarray]:
     """(uint64 [s], int64 [d + 1]): hashes of the runs of units, and their edges by document.
 
-    A run from a word on has `words` units, from a character on `characters`; a shorter document is one, no units none.
+    A run that begins with a word has `words` units, with a character `characters`. A document too short for a run is one shingle,
+    an empty one none.
     """
     count = len(units.hashes)
     lengths = np.diff(units.documents)

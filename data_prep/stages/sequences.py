@@ -197,6 +197,8 @@ def _held_unit(job: BuildJob, parts: tuple[KeptDocuments, ...], result: ItemResu
             counts["passages"] += int(held.sum())
             counts["sentences"] += int(segments.sentences[held].sum())
             counts["bytes"] += int(segments.bytes[held].sum())
+    if not units:  # no document was kept
+        return [], np.zeros(0, np.uint8)
     arrays = ([unit.tokens, unit.sentence_lengths, unit.document_sizes] for unit in units)
     joined = Encoded(*map(np.concatenate, zip(*arrays, strict=True)))
     return [joined] if len(joined.tokens) else [], np.concatenate(sources)

@@ -202,7 +202,8 @@ def _without_lines(documents: list[list[str]], job: BuildJob) -> tuple[list[list
 
 
 def _custom_filter_reason(document: CleanDocument, job: BuildJob) -> str:
-    """Why a filter of the user drops a document, or ""; as in reading it sees none that is empty or breaks rules."""
+    """The reason for which one of the user's own filters drops a document, or "". Reading shows them neither empty ones nor those
+    that rules drop."""
     options, left = job.options, document.paragraphs
     if options.rules:
         (left,), words = _without_lines([left], job)

@@ -32,7 +32,7 @@ class Session:
         """Raises ValueError if the environment is inconsistent."""
         self.world: World = ranks.discover()
         self.watchdog: Watchdog | None = None
-        self.errors_may_differ = False  # then every rank prints its error
+        self.errors_may_differ = False  # if they may, every rank prints its error
         logs.setup(self.world.rank)
 
     @property

@@ -168,8 +168,8 @@ def _heads(tree: Tree, where: str) -> int:
     """Number of heads, which are as wide as their share of the residual stream."""
     heads = read_value(tree, "num_attention_heads", where, None, int)
     hidden = read_value(tree, "hidden_size", where, None, int)
-    size = tree.get("head_dim")
-    if size is not None and read_value(tree, "head_dim", where, None, int) * heads != hidden:
+    size = read_value(tree, "head_dim", where, None, (int, NoneType))
+    if size is not None and size * heads != hidden:
         raise ValueError(f"{where}: head_dim={size!r:.40} is not hidden_size / num_attention_heads")
     return heads
 

@@ -282,9 +282,16 @@ class Keeper:
         members, until = generation.members, time.monotonic() + POLL_KEEPERS
         present = self.ready[generation.name]
         missing = [rank for rank in range(len(members)) if rank not in present]
+        errors: dict[int, OSError] = {}
+
+        def tell(rank: int) -> None:
+            try:
+                _send(members[rank], generation, {"failed": True})
+            except OSError as error:
+                errors[rank] = error
+
         with ThreadPoolExecutor(PROBES) as pool:
-            sent = {rank: pool.submit(_send, members[rank], generation, {"failed": True}) for rank in missing}
-        errors = {rank: error for rank, done in sent.items() if (error := done.exception()) is not None}
+            list(pool.map(tell, missing))
         while len(present) < len(members) and time.monotonic() < until:
             time.sleep(LOOK)
         found = dict(present)

@@ -167,7 +167,8 @@ class Ranks:
         depth = (min(self.node, self.size) - 1) * self.constants.link_latency
         depth += math.log2(self.nodes) * self.network_latency
         transfer = 2 * (self.size - 1) / self.size * size / self.bandwidth
-        return transfer + (self.constants.base_latency + 2 * min(self.ring_latency, depth))
+        latency = self.constants.base_latency + 2 * min(self.ring_latency, depth)
+        return transfer + latency
 
 
 def groups(device: Device, fabric: Fabric, size: int, constants: Constants) -> tuple[Ranks, Ranks, Ranks]:

@@ -33,7 +33,10 @@ SPAN_BYTES = 1 << 19
 def verify(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Every problem of a dataset, one line each, as `plan` orders them. Reads every byte once in constant memory."""
     for part in plan(folder):
-        yield from [part] if isinstance(part, str) else part.problems()
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from part.problems()
 
 
 def _is_tokenizer(path: Path, sha256: str) -> bool:
