@@ -86,8 +86,9 @@ def opened(
             yield work
             return
         _begin(output, account, overwrite, part)
-        for path in output.glob(".*.tmp"):  # of processes that were killed
-            path.unlink()
+        for folder in (output, work, *(work / FOLDER).glob("*/")):
+            for path in folder.glob(".*.tmp"):  # of processes that were killed
+                path.unlink()
         try:
             yield work
         except Unfinished:

@@ -17,6 +17,7 @@ from data_prep.readers import archives
 from data_prep.readers.decompress import SUFFIXES, detect_compression
 from data_prep.readers.files import open_regular
 from data_prep.readers.streams import HEAD, SPACE
+from megabert.common import storage
 from megabert.common.tables import detect_kind
 
 # first bytes of a file
@@ -97,13 +98,13 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
     """
     with open_regular(file.path) as opened:
         head = opened.read(HEAD_BYTES)
-    suffix = os.path.splitext(file.path)[1]
+    suffix = os.path.splitext(storage.public(file.path))[1]
     compression = detect_compression(head)
     if suffix in SUFFIXES and compression != SUFFIXES[suffix]:
         raise BadInput(f"{file.path}: byte 0: not {SUFFIXES[suffix]} data despite its suffix {suffix}; rename the file")
     file = replace(file, compression=compression, opened=True)
     if compression:
-        return replace(file, format="tar") if TAR_NAME.search(file.path) else file
+        return replace(file, format="tar") if TAR_NAME.search(storage.public(file.path)) else file
     file = replace(file, format=detect(file.path, head, options))
     if file.format == "zip":
         names, _ = archives.names_and_size(file.path)
@@ -138,7 +139,8 @@ def _refused(path: str, what: str, advice: str) -> UnknownFormat:
 
 def _detect_text(path: str, head: bytes, whole: bool) -> str:
     """Raises UnknownFormat for a file that is not text, or of a format that is not read."""
-    stem, suffix = os.path.splitext(path.rpartition(": ")[2])  # of a member `ARCHIVE: NAME` too
+    # of a member `ARCHIVE: NAME` too
+    stem, suffix = os.path.splitext(storage.public(path.rpartition(": ")[2]))
     if suffix in SUFFIXES:
         suffix = os.path.splitext(stem)[1]
     start = head.removeprefix(BOM).lstrip()

@@ -7,7 +7,6 @@ each folder once and skip hidden names.
 from __future__ import annotations
 
 import os
-import posixpath
 import re
 import stat
 from collections import Counter
@@ -88,7 +87,7 @@ def matches(item: str, problems: Problems) -> list[str]:
 def folder_of_input(item: str) -> str:
     """The folder of an input: itself, or that of a file, or of a glob's first part."""
     if storage.is_url(item):
-        return posixpath.dirname(MAGIC.split(item, maxsplit=1)[0] + "*") if MAGIC.search(item) else item
+        return storage.glob_folder(item) or item
     if os.path.isdir(item):
         return item
     return os.path.dirname(item if os.path.lexists(item) else MAGIC.split(item, maxsplit=1)[0] + "*") or "."
@@ -144,7 +143,7 @@ def expand(item: str, problems: Problems, notices: InputNotices) -> Iterator[str
         found = [each.url for each in storage.find(item) if not _is_hidden(each.url.removeprefix(top))]
         if not found:
             raise BadInput(f"--input {item}: no such object or folder, and no object matches it")
-        is_glob = bool(MAGIC.search(item))
+        is_glob = bool(storage.glob_folder(item))
         yield from (url for url in found if notices.count_and_select(url, url if is_glob else item))
         return
     for path in matches(item, problems):

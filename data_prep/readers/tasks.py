@@ -31,6 +31,7 @@ from data_prep.readers import archives, decompress, detection, documents, files,
 from data_prep.readers.boundaries import EXPANSION
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO
 from data_prep.readers.elements import ELEMENTS
+from megabert.common import storage
 from megabert.common.logs import log
 from megabert.common.streaming import in_order
 
@@ -113,7 +114,7 @@ def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile:
     try:
         size, changed = files.status(path)
         whole = FileRange(path, format=options.format, size=size, stamp=(size, changed))
-        suffix = os.path.splitext(path)[1]
+        suffix = os.path.splitext(storage.public(path))[1]
         small = min(SMALL, RANGE_BYTES // EXPANSION)
         if not size:
             problems.add(path, "empty file")

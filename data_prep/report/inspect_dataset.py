@@ -42,8 +42,11 @@ def datasets(folder: str | os.PathLike[str]) -> Sequence[str | Path]:
     found: Sequence[str | Path]
     if storage.is_url(folder):
         folder = os.fspath(folder).rstrip("/")
+        if storage.exists(storage.join(folder, shards.MANIFEST)):  # some servers have no lists
+            return [folder]
         here = re.compile(rf"{re.escape(folder)}(/[^/]+)?/({re.escape(shards.MANIFEST)}|[^/]*\.tar)")
-        found = sorted({posixpath.dirname(each.url) for each in storage.find(folder) if here.fullmatch(each.url)})
+        below = storage.find(storage.join(folder, ""))
+        found = sorted({posixpath.dirname(each.url) for each in below if here.fullmatch(each.url)})
         found = [folder] if folder in found else found
     else:
         folder = Path(folder)

@@ -181,7 +181,7 @@ def _train_units(job: BuildJob, part: KeptDocuments, result: ItemResult) -> list
 
 
 def _held_unit(job: BuildJob, parts: tuple[KeptDocuments, ...], result: ItemResult) -> tuple[list[Encoded], np.ndarray]:
-    """Held-out documents or passages as one unit, if there are any, and the source of each token, uint8 [t].
+    """Held-out documents or passages as one unit, if they have tokens, and the source of each token, uint8 [t].
 
     Documents that are partly in the training data are counted there.
     """
@@ -197,8 +197,6 @@ def _held_unit(job: BuildJob, parts: tuple[KeptDocuments, ...], result: ItemResu
             counts["passages"] += int(held.sum())
             counts["sentences"] += int(segments.sentences[held].sum())
             counts["bytes"] += int(segments.bytes[held].sum())
-    if not units:  # no document was kept
-        return [], np.zeros(0, np.uint8)
     arrays = ([unit.tokens, unit.sentence_lengths, unit.document_sizes] for unit in units)
     joined = Encoded(*map(np.concatenate, zip(*arrays, strict=True)))
     return [joined] if len(joined.tokens) else [], np.concatenate(sources)

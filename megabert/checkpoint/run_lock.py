@@ -207,6 +207,9 @@ def _create(path: Path, owner: Owner) -> bool:
             os.fsync(file.fileno())
     except FileExistsError:
         return False
+    except OSError:  # a full disk: a file without an owner would make the next start wait
+        path.unlink(missing_ok=True)
+        raise
     newest = _newest(path.parent)
     for name in _numbers(path.parent):
         if name < newest:  # also this file, if its number was free because a later owner removed it

@@ -49,6 +49,7 @@ class Failed(OSError):
     """I/O failed, or a process was lost; the message is shown as it is."""
 
     exit_code = FAILED
+    retried = True  # by `with_retries`
 
 
 def exit_code(error: Exception) -> int:
@@ -75,13 +76,14 @@ def with_retries(action: Callable[[], T], waits: Sequence[float] = ()) -> T:
     """Run `action`, retrying a transient OSError (EIO, ESTALE, a timeout) after each of `waits` seconds (default:
     WAITS).
 
-    Raises the last error. An error that the user has to fix (no such file, no permission) is raised at once.
+    Raises the last error. An error that the user has to fix (no such file, no permission) is raised at once, as is a
+    Failed that is not `retried`.
     """
     for wait in waits or WAITS:
         try:
             return action()
         except OSError as error:
-            if exit_code(error) != FAILED:
+            if exit_code(error) != FAILED or not getattr(error, "retried", True):
                 raise
             log.warning(f"{describe(error)}: retrying in {wait:g} s")
             time.sleep(wait)

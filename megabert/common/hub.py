@@ -122,6 +122,8 @@ def download(name: str) -> Path:
     except errors.LocalEntryNotFoundError:
         raise Failed(f"{missing} cannot be reached to look for a model of that name") from None
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code not in (401, 403, 404):
+            raise Failed(f"{missing} answers with {error.response.status_code}") from None
         reason = "has no public model of that name"
         if isinstance(error, errors.GatedRepoError):
             reason = "restricts access to it: request access on its page, then `hf auth login`"

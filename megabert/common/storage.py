@@ -28,6 +28,7 @@ PACKAGES = {
     "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub",
     "az": "adlfs", "abfs": "adlfs",
 }  # fmt: skip
+WEB = ("http://", "https://")
 GLOB = re.compile(r"[*?\[]")
 REFUSED = ("file", "local", "memory", "pipe")  # fsspec schemes that are refused: local paths, memory and pipes
 # packages whose exceptions are store or network failures
@@ -37,7 +38,7 @@ CLIENTS = (
 )
 NOT_RETRIED = (400, 402, 410, 413, 422)  # HTTP status codes of a wrong request, which is not retried
 # fields of fsspec's description of a file that name its version, the surest first
-VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "last_commit", "mtime")
+VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "last_commit", "mtime")
 WAITS = (0.1, 0.5, 2.0, 8.0, 30.0)  # seconds before each retry, beside those of the libraries
 # read buffer of an open object, and bytes per request when a whole object is read
 BLOCK, CHUNK_BYTES = 4 << 20, 16 << 20
@@ -49,6 +50,12 @@ PROXIES = {
     "gs": {"session_kwargs": {"trust_env": True}},
     "gcs": {"session_kwargs": {"trust_env": True}},
 }
+
+
+class AccessDenied(Failed):
+    """A server that has answered before refuses access: its credentials may have expired, and another process reads them again."""
+
+    retried = False
 
 
 class Object(NamedTuple):
@@ -75,14 +82,26 @@ def join(url: str, *names: str) -> str:
     return scheme + colon + posixpath.normpath(rest) + "/" * joined.endswith("/")
 
 
+def glob_folder(url: str) -> str:
+    """The folder above a URL's first wildcard; "" without one. On the web `?` begins a query, which has none."""
+    place = url.partition("?")[0] if url.startswith(WEB) else url
+    wildcard = GLOB.search(place, (place + "/").index("/", place.index("://") + 3))
+    return posixpath.dirname(place[: wildcard.start()] + "*") if wildcard else ""
+
+
+def public(url: str) -> str:
+    """A web address without its query and its password, which may be secrets; any other URL or path unchanged."""
+    return re.sub(r"(?<=://)[^/?#]*@", "", url.partition("?")[0]) if url.startswith(WEB) else url
+
+
 def find(url: str) -> list[Object]:
     """The objects below a folder, or matching a glob, or the one of that name, sorted by URL; empty if there is none. A web server's
     folder ends in a slash, and is a page of links."""
     system, path = _system(url)
     try:
-        if url.startswith("http") and not url.endswith("/") and not GLOB.search(path):
+        if url.startswith(WEB) and not url.endswith("/") and not glob_folder(url):
             return [stat(url)]
-        found = request(url, lambda: _list(system, path, url.startswith("http")))
+        found = request(url, lambda: _list(system, path, url))
     except FileNotFoundError:  # no such bucket
         return []
     scheme = url[: url.index("://") + 3]
@@ -93,14 +112,16 @@ def find(url: str) -> list[Object]:
     )
 
 
-def _list(system: Any, path: str, web: bool) -> dict[str, dict[str, Any]]:
+def _list(system: Any, path: str, url: str) -> dict[str, dict[str, Any]]:
     """fsspec's descriptions of what is below a path, or matches a glob, by names. Raises if a list fails: fsspec's own glob leaves out
     a folder whose list failed."""
     from fsspec.utils import glob_translate
 
-    if web:  # a server's folders are pages of links
-        return (system.glob if GLOB.search(path) else system.find)(path, detail=True, on_error="raise")
-    if not GLOB.search(path):
+    is_glob = bool(glob_folder(url))
+    if url.startswith(WEB):  # a server's folders are pages of links, of which some sort the page (?C=N;O=D)
+        found = (system.glob if is_glob else system.find)(path, detail=True, on_error="raise")
+        return {name: info for name, info in found.items() if "/?" not in name}
+    if not is_glob:
         return system.find(path, detail=True)
     root = GLOB.split(path)[0].rpartition("/")[0]
     matches = re.compile(glob_translate(path)).match
@@ -110,7 +131,7 @@ def _list(system: Any, path: str, web: bool) -> dict[str, dict[str, Any]]:
 def list_objects(url: str) -> dict[str, Object]:
     """The objects below a folder, by their names relative to it, without those whose names lead out of it, and of a copy of it."""
     start = join(url, "")
-    named = {found.url.removeprefix(start): found for found in find(url)}
+    named = {found.url.removeprefix(start): found for found in find(start)}
     return {name: each for name, each in named.items() if not name.startswith("/") and ".." not in name.split("/")}
 
 
@@ -141,7 +162,7 @@ def read(url: str, most: int = 1 << 30) -> bytes:
     """An object's content. Raises as `stat`, and ValueError above `most` bytes."""
     size = stat(url).size
     if size > most:
-        raise ValueError(f"{url}: has {size} bytes, more than {most}")
+        raise ValueError(f"{public(url)}: has {size} bytes, more than {most}")
     return _range(url, 0, size)
 
 
@@ -188,9 +209,13 @@ def _range(url: str, start: int, end: int) -> bytes:
     def ask() -> bytes:
         data: bytes = system.cat_file(path, start=start, end=end)
         if len(data) != end - start:
-            if stat(url).size < end:
-                raise ValueError(f"{url}: changed while it was read")
-            raise Failed(f"{url}: expected {end - start} bytes, got {len(data)}")
+            if (size := stat(url).size) < end:
+                raise ValueError(f"{public(url)}: changed while it was read")
+            if len(data) == size:
+                raise ValueError(
+                    f"{public(url)}: its server sends no parts of a file; download it and pass the local file"
+                )
+            raise Failed(f"{public(url)}: expected {end - start} bytes, got {len(data)}")
         return data
 
     return request(url, ask)
@@ -249,7 +274,9 @@ def _system(url: str) -> tuple[Any, str]:
     assert match, url
     scheme = match[1].lower()
     if scheme in REFUSED or (scheme not in PACKAGES and scheme not in fsspec.available_protocols()):
-        raise ValueError(f"{url}: unsupported URL scheme; use a local path or one of {', '.join(sorted(PACKAGES))}")
+        raise ValueError(
+            f"{public(url)}: unsupported URL scheme; use a local path or one of {', '.join(sorted(PACKAGES))}"
+        )
     try:
         # of this process: fsspec keeps it, but no listings
         system = fsspec.filesystem(scheme, use_listings_cache=False, **PROXIES.get(scheme, {}))
@@ -262,7 +289,7 @@ def _system(url: str) -> tuple[Any, str]:
 def _object(url: str, info: dict[str, Any]) -> Object:
     version = next((str(info[field]) for field in VERSIONS if info.get(field)), "")
     if info.get("size") is None:
-        raise ValueError(f"{url}: its server sends no Content-Length; download it and pass the local file")
+        raise ValueError(f"{public(url)}: its server sends no Content-Length; download it and pass the local file")
     return Object(url, int(info["size"]), version)
 
 
@@ -273,7 +300,7 @@ def is_client_error(error: Exception) -> bool:
 
 def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
     """The answer of a store to a request that only reads or `writes`, with retries after transient failures."""
-    server = (url.split("/", 3)[2], writes) if is_url(url) else None
+    server, shown = (url.split("/", 3)[2], writes) if is_url(url) else None, public(url)
 
     def ask() -> T:
         try:
@@ -285,16 +312,16 @@ def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
             raise
         except Exception as error:
             # fsspec turns every HTTP failure into FileNotFoundError; look at its cause
-            if isinstance(error, FileNotFoundError) and type(error.__cause__).__module__.startswith("aiohttp"):
-                error = error.__cause__  # type: ignore[assignment]
+            cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+            if isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp"):
+                error = cause  # type: ignore[assignment]
             # of the hub's library, of aiohttp
             status = getattr(getattr(error, "response", None), "status_code", getattr(error, "status", None))
             if status == 404 or isinstance(error, FileNotFoundError):
-                raise FileNotFoundError(errno.ENOENT, "no such object", url) from None
+                raise FileNotFoundError(errno.ENOENT, "no such object", shown) from None
             if isinstance(error, PermissionError) or status in (401, 403):
-                text = f"{url}: access denied; check the credentials and their permissions"
-                # those that were good may have expired: another process reads them again
-                raise (Failed(text) if server in _answered else ValueError(text)) from None
+                text = f"{shown}: access denied; check the credentials and their permissions"
+                raise (AccessDenied(text) if server in _answered else ValueError(text)) from None
             if not (isinstance(error, OSError) or is_client_error(error)):
                 raise
             # the first line only, since later ones may contain the request; without query strings, which may hold
@@ -302,9 +329,9 @@ def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             reason = re.sub(r"\?\S+", "?…", getattr(error, "server_message", None) or first).replace("\n", " ")
             if status in NOT_RETRIED:
-                raise ValueError(f"{url}: refused ({reason:.200})") from None
+                raise ValueError(f"{shown}: refused ({reason:.200})") from None
             if "Credentials" in type(error).__name__:
-                raise ValueError(f"{url}: no credentials ({reason:.200})") from None
-            raise Failed(f"{url}: {reason:.200}") from error
+                raise ValueError(f"{shown}: no credentials ({reason:.200})") from None
+            raise Failed(f"{shown}: {reason:.200}") from error
 
     return with_retries(ask, WAITS)

@@ -233,6 +233,14 @@ def test_a_job_killed_while_it_locks_blocks_nobody(tmp_path):
     taken("", tmp_path / "run")
 
 
+def test_a_full_disk_leaves_no_lock_without_an_owner(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "run/lock/00000001"))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
+    with pytest.raises(OSError, match="No space left"):
+        run_lock._create(tmp_path / "00000001", OTHER)
+    assert os.listdir(tmp_path) == []
+
+
 def test_an_owner_whose_lock_was_removed_ends(tmp_path):
     first = taken("", tmp_path / "run")
     shutil.rmtree(tmp_path / "run/lock")

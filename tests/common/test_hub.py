@@ -3,11 +3,12 @@
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
+import httpx
 import huggingface_hub
 import pytest
 
 from megabert.common import storage
-from megabert.common.errors import Failed
+from megabert.common.errors import Failed, exit_code
 from megabert.common.hub import download_folder, model_folder
 from tests.helpers.object_store import Proxy
 
@@ -28,6 +29,18 @@ def test_a_proxy_that_refuses_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
         Failed, match=r"^a/b: no such folder, and the hub cannot be reached \(ProxyError: 403 Forbidden\)"
     ):
         model_folder("a/b")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"), [(404, 2, "no public model"), (403, 2, "no public model"), (503, 4, "answers with 503")]
+)
+def test_an_overloaded_hub_is_a_failure(status, code, said, monkeypatch) -> None:
+    answer = httpx.Response(status, request=httpx.Request("GET", "https://hub/a/b"))
+    refused = huggingface_hub.errors.HfHubHTTPError("refused", response=answer)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=refused))
+    with pytest.raises((ValueError, Failed), match=rf"^a/b: no such folder, and the hub .*{said}") as caught:
+        model_folder("a/b")
+    assert exit_code(caught.value) == code
 
 
 def test_processes_that_start_together_share_a_copy(proxy: Proxy) -> None:

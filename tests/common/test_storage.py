@@ -15,6 +15,7 @@ import pytest
 
 from megabert.common import errors, storage
 from megabert.common.errors import Failed
+from tests.helpers import web_folder
 from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE, Proxy
 
 pytest.importorskip("s3fs")
@@ -177,6 +178,68 @@ def test_a_web_server_is_read_in_ranges():
             assert file.read(10) == DATA[1_000_000:1_000_010]
         assert asked == [f"bytes=1000000-{len(DATA) - 1}"]
         assert storage.find(url) == [storage.stat(url)] and storage.stat(url).version == '"1"'
+
+
+def test_a_query_of_a_web_address_is_no_wildcard(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"text")
+    with web_folder.serve(tmp_path) as server:
+        for query in ("?download=true", "?X-Amz-Signature=a[b"):
+            url = f"{server}/a.txt{query}"
+            assert storage.find(url) == [storage.stat(url)] and storage.read(url) == b"text"
+    # brackets around an IPv6 address are none either
+    assert storage.glob_folder("http://[::1]:80/a/b*.txt") == "http://[::1]:80/a"
+    assert storage.glob_folder("http://[::1]:80/a/b.txt") == storage.glob_folder("https://h/a?b=*") == ""
+    assert storage.glob_folder("s3://shelf/a/b?.txt") == "s3://shelf/a"
+
+
+def test_links_that_sort_a_page_are_no_files(tmp_path: Path) -> None:
+    (tmp_path / "texts/deep").mkdir(parents=True)
+    for name in ("texts/a.txt", "texts/deep/b.txt"):
+        (tmp_path / name).write_bytes(b"text")
+    with web_folder.serve(tmp_path) as server:
+        found = [f"{server}/texts/a.txt", f"{server}/texts/deep/b.txt"]
+        assert [each.url for each in storage.find(f"{server}/texts/")] == found
+        assert list(storage.list_objects(f"{server}/texts")) == ["a.txt", "deep/b.txt"]
+        assert [each.url for each in storage.find(f"{server}/texts/*")] == found[:1]
+
+
+def test_a_time_of_change_is_a_version(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"1")
+    with web_folder.serve(tmp_path) as server:
+        before = storage.stat(f"{server}/a.bin")
+        (tmp_path / "a.bin").write_bytes(b"2")
+        os.utime(tmp_path / "a.bin", (0, 1_000_000))
+        assert storage.stat(f"{server}/a.bin").version != before.version != ""
+
+
+def test_a_server_without_ranges_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(DATA)
+    with web_folder.serve(tmp_path, ranges=False) as server:
+        assert storage.read(f"{server}/a.bin") == DATA
+        with (
+            storage.open_object(f"{server}/a.bin") as file,
+            pytest.raises(ValueError, match="sends no parts of a file"),
+        ):
+            file.seek(1_000)
+            file.read(10)
+
+
+def test_a_server_that_does_not_answer_is_class_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import aiohttp
+
+    monkeypatch.setattr(storage, "WAITS", (0.01,))
+    patience = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.5)}}
+    monkeypatch.setitem(storage.PROXIES, "http", patience)
+    with web_folder.serve(tmp_path, stalls="a.bin") as server, pytest.raises(Failed, match=r"a\.bin: TimeoutError"):
+        storage.stat(f"{server}/a.bin")
+
+
+def test_messages_have_no_secrets() -> None:
+    assert storage.public("https://me:word@h:1/a/b?sig=word#x") == "https://h:1/a/b"
+    assert storage.public("s3://shelf/a?b") == "s3://shelf/a?b" and storage.public("a?b@c") == "a?b@c"
+    with web_server(403) as (url, _), pytest.raises(ValueError, match="access denied") as caught:
+        storage.stat(url.replace("//", "//me:word@") + "?sig=word")
+    assert "word" not in str(caught.value)
 
 
 def test_a_local_path_imports_none_of_it(tmp_path: Path) -> None:

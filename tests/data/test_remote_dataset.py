@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.report import inspect_dataset
 from megabert.common import storage
 from megabert.common.errors import FAILED, Failed, describe, exit_code
 from megabert.data.mixture import open_mixture
@@ -22,7 +23,8 @@ from megabert.data.order import RowOrder
 from megabert.data.shards import Cache, Dataset, Manifest, verify
 from megabert.data.shards.remote import _alone, unique
 from tests.helpers import rows as sample
-from tests.helpers.object_store import PASS, STALE, UNAVAILABLE, Proxy, listing
+from tests.helpers import web_folder
+from tests.helpers.object_store import DENY, PASS, STALE, UNAVAILABLE, Proxy, listing
 from tests.helpers.waiting import wait_until
 
 pytest.importorskip("s3fs")
@@ -230,6 +232,27 @@ def test_a_failing_store_is_no_damage(proxy, url, monkeypatch):
         remote.read(np.array([2 * 64]))
     proxy.fault = lambda *_: PASS
     assert len(remote.read(np.array([2 * 64])).ids) == 1
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_a_web_server_gives_the_folders_rows(lists, tmp_path):
+    """Also one that shows no folder, as many do."""
+    folder = sample.make_dataset(tmp_path / "data", 10 * 64)
+    with web_folder.serve(tmp_path, lists=lists) as server:
+        url = f"{server}/data"
+        remote = Dataset(url, cache=Cache(str(tmp_path / "cache")))
+        assert (remote.read(np.arange(640)).ids == Dataset(folder).read(np.arange(640)).ids).all()
+        assert inspect_dataset.datasets(f"{url}/") == [url] and list(verify(url)) == []
+        (folder / "shard-000003.tar").unlink()
+        with pytest.raises(ValueError, match=f"^{url}/shard-000003.tar: is missing"):  # at once, or where it is read
+            Dataset(url, cache=Cache(str(tmp_path / "other"))).read(np.array([3 * 64]))
+        assert list(verify(url)) == [f"{url}/shard-000003.tar: is missing"]
+
+
+def test_a_denied_list_is_no_damage(proxy, url, monkeypatch):
+    monkeypatch.setattr(proxy, "fault", lambda method, path, number: DENY if "list-type" in path else PASS)
+    started = time.monotonic()
+    assert len(Dataset(url).read(np.array([3 * 64])).ids) == 1 and time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(("shards", "blocks"), [(100, 8), (5, 100), (70, 64), (3, 2), (1, 1)])

@@ -26,7 +26,7 @@ KEYS = {
     "AWS_MAX_ATTEMPTS": "1",
 }
 # what the proxy does with a request
-PASS, DROP, UNAVAILABLE, TRUNCATE, STALE = "pass", "drop", "503", "truncate", "stale"
+PASS, DROP, UNAVAILABLE, DENY, TRUNCATE, STALE = "pass", "drop", "503", "403", "truncate", "stale"
 # headers of a connection, not of an answer
 HOP = ("transfer-encoding", "content-length", "connection")
 Fault = Callable[[str, str, int], str]
@@ -108,8 +108,8 @@ class Proxy:
             request.connection.shutdown(socket.SHUT_RDWR)
             request.close_connection = True
             return
-        if what == UNAVAILABLE:
-            request.send_response(503)
+        if what in (UNAVAILABLE, DENY):
+            request.send_response(int(what))
             request.send_header("Content-Length", "0")
             request.end_headers()
             return

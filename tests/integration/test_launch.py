@@ -127,6 +127,26 @@ def test_node_finds_its_interface_in_the_ranks_network() -> None:
         assert done.returncode == code and (done.stdout == said if code == 0 else said in done.stderr), done
 
 
+def test_what_every_attempt_of_a_build_rewrites_is_no_progress(tmp_path) -> None:
+    script = (ROOT / PREP).read_text()
+    function = script[script.index("progress() {") :].partition("\n}\n")[0] + "\n}\nprogress"
+
+    def write(name: str, text: str = "x") -> str:
+        """Write a file of the build; returns what counts as its progress."""
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        done = subprocess.run(["bash", "-c", function], env={"DATA": str(tmp_path)}, capture_output=True, text=True)
+        return done.stdout
+
+    before = write(".work/build.json")
+    for name in (".work/build.json", ".work/lock", ".work/.read-0000000.tokens.1a2b.tmp", ".work/read-0000000.tokens"):
+        assert write(name, "changed") == before
+    for name in (".work/journal/read/0000000.json", "seq128/shard-000000.tar", "seq128/manifest.json"):
+        before, last = write(name), before
+        assert before != last and write(".work/build.json", name) == before
+
+
 @pytest.mark.dist
 def test_prep_makes_both_lengths_with_one_tokenizer(corpus, tmp_path) -> None:
     env = {"CORPUS": corpus, "VOCAB": 1000, "SLURM_NTASKS": 2, "DATA": tmp_path / "data"}

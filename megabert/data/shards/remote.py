@@ -83,11 +83,13 @@ def dataset_folder(folder: str | os.PathLike[str], cache: Cache = DEFAULT) -> Pa
 def copy_beside_shards(url: str, manifest: Manifest, folder: Path) -> None:
     """Copy the files that a manifest names beside shards, as far as they exist."""
     tokenizer = manifest.tokenizer["file"]
-    names = [tokenizer, posixpath.join(posixpath.dirname(tokenizer), TOKENIZER_CONFIG)]
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names + ([manifest.sources["file"]] if manifest.sources else []):
+    for name in (tokenizer, *([manifest.sources["file"]] if manifest.sources else [])):
         with suppress(FileNotFoundError):
             storage.fetch(storage.join(url, name), folder / name)
+    optional = posixpath.join(posixpath.dirname(tokenizer), TOKENIZER_CONFIG)
+    with suppress(FileNotFoundError, storage.AccessDenied):  # S3's answer for a missing object to who may not list
+        storage.fetch(storage.join(url, optional), folder / optional)
 
 
 def _copy_held_out(url: str, sha256: str, folder: Path) -> None:
@@ -133,11 +135,13 @@ def unique(numbers: Iterable[int]) -> Iterator[int]:
 
 
 def _missing(url: str) -> ValueError:
-    return ValueError(f"{url}: is missing; build the dataset again, or copy it there whole")
+    return ValueError(f"{storage.public(url)}: is missing; build the dataset again, or copy it there whole")
 
 
 def _changed(url: str) -> ValueError:
-    return ValueError(f"{url}: SHA-256 is not the one in the manifest; the shard was changed or is damaged")
+    return ValueError(
+        f"{storage.public(url)}: SHA-256 is not the one in the manifest; the shard was changed or is damaged"
+    )
 
 
 class RemoteShards:
@@ -172,8 +176,8 @@ class RemoteShards:
         """Raises ValueError naming a shard that is not in the store with its size. Some stores have no lists, or refuse them, and a list
         may be older than the shards."""
         try:
-            listed = {found.url: found.size for found in storage.find(self.url)}
-        except ValueError:  # shards are compared when they are copied
+            listed = {found.url: found.size for found in storage.find(storage.join(self.url, ""))}
+        except (ValueError, storage.AccessDenied):  # shards are compared when they are copied
             listed = {}
         for shard in self.manifest.shards if listed else ():
             url = storage.join(self.url, shard.name)
@@ -202,7 +206,7 @@ class RemoteShards:
                 try:
                     found = storage.fetch(url, part)
                 except FileNotFoundError as error:
-                    if error.filename != url:
+                    if error.filename != storage.public(url):
                         raise Failed(f"{error.filename}: was removed while it was written") from error
                     raise _missing(url) from None
                 if found != shard.sha256:

@@ -60,7 +60,7 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
     except ValueError as error:
         return [str(error)]
     parts: list[str | ShardCheck] = []
-    names = _names(folder)
+    names = _names(folder, m)
     if text != canonical(json.loads(text)):
         parts.append(f"{path}: is not as it was written: the same fields in other bytes")
     parts += _problems_beside_shards(folder, m)
@@ -83,10 +83,14 @@ def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
     return parts
 
 
-def _names(folder: str | os.PathLike[str]) -> set[str]:
-    """Names of the files of a folder, or of the objects in it."""
+def _names(folder: str | os.PathLike[str], m: Manifest) -> set[str]:
+    """Names of the files of a folder, or of the objects in it; of a server without lists, of the shards that are there."""
     if storage.is_url(folder):
-        return {name for name in storage.list_objects(os.fspath(folder)) if "/" not in name}
+        url, shards = os.fspath(folder), (shard.name for shard in m.shards)
+        with contextlib.suppress(ValueError, storage.AccessDenied):
+            if names := {name for name in storage.list_objects(url) if "/" not in name}:
+                return names
+        return {name for name in shards if storage.exists(storage.join(url, name))}
     return {entry.name for entry in os.scandir(folder) if entry.is_file()}
 
 

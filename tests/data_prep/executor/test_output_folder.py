@@ -43,9 +43,10 @@ def is_refused(message, build):
 @pytest.mark.parametrize("error", [ValueError, ArithmeticError, Unfinished, OSError, KeyboardInterrupt])
 def test_unexpected_error_keeps_the_work(error, tmp_path):
     """numpy and pyarrow raise ValueError for what is not a mistake of the user."""
-    begin_and_stop(tmp_path / "out", "read-0000000.tokens", "../.sources.csv.1a2b3c4d.tmp", error=error)
+    left = ("../.sources.csv.1a2b.tmp", ".read-0000001.tokens.3c4d.tmp", "journal/read/.0000001.json.5e6f.tmp")
+    begin_and_stop(tmp_path / "out", "read-0000000.tokens", *left, error=error)
     with opened(tmp_path / "out", ACCOUNT) as work:
-        assert (work / "read-0000000.tokens").read_text() == "{}"
+        assert (work / "read-0000000.tokens").read_text() == "{}" and not list(work.rglob(".*"))
         assert [path.name for path in work.parent.iterdir()] == [output_folder.WORK]
     begin_and_stop(tmp_path / "mistake", error=BadInput)
     assert not (tmp_path / "mistake").exists()
