@@ -269,7 +269,7 @@ def parse() -> argparse.Namespace:
     add("--pack", type=Path, default=pack.FOLDER, metavar="DIR")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--quick", action="store_true", help="tiny sizes: a test without meaningful figures")
-    minutes = f"of this command, {KEPT_IN_HAND} s of them in hand; 0: 5 and 8 a call"
+    minutes = f"of this command, of which {KEPT_IN_HAND} s are kept in reserve; 0: 5 and 8 a call"
     add("--minutes", type=float, default=0, help=minutes)
     add("--only", nargs="+", metavar="PART", help="machine, ranks, tests, training, steps, kernels, or keys of items")
     args = parser.parse_args()

@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     text = "folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python"
     as_set = f"the tracks' records as they were set, each with p < {records.RECORD_P} over seeds against the one before"
     add("--track", nargs="+", required=True, metavar="NAME", help=tracks)
-    which = f"{', '.join(recipes.names())}, or a .toml file; default: plain, and all with --show"
+    which = f"{', '.join(recipes.names())}, or a .toml file; default: plain; with --show those that --plot draws, all"
     add("--recipe", nargs="+", default=[], metavar="NAME", help=which)
     add("--seeds", type=int, default=1, help="runs of each recipe")
     add("--against", metavar="RECIPE", help="print and write time and tokens until this entry's last loss")

@@ -7,6 +7,7 @@ source "${root:?}/launch/lib.sh"
 # shellcheck source=launch/env.sh
 source "$root/launch/env.sh"
 
+[ -n "${SLURM_JOB_ID-}" ] || fail "runs as a job of SLURM: sbatch $0"
 for name in MAX_RESTARTS RESTARTS NODES VOCAB; do check "$name" "$NUMBER" "a number"; done
 SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-$NODES} # not set where a script is run without sbatch
 check SLURM_JOB_NUM_NODES "$NUMBER" "a number of nodes" "the job's environment"

@@ -46,7 +46,7 @@ forward_signal() { # to the command itself if it has no ranks here: it is one pr
   # shellcheck disable=SC2086 # a list
   kill -USR2 ${pids:-$2} 2>/dev/null || true
   trap '' PIPE # the terminal may be closed, or `| tee` have ended
-  echo "keep.sh: SIG$1, passed on to $(wc -w <<<"$pids") rank(s) of this host" >&2 || true
+  echo "keep.sh: SIG$1, passed on to $(wc -w <<<"${pids:-$2}") process(es) of this host" >&2 || true
 }
 
 exits=$(mktemp -d)

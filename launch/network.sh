@@ -4,6 +4,7 @@
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+[ $# -ge 2 ] || fail "usage: launch/network.sh NETWORK command…"
 NETWORK=$1
 shift
 command -v ip >/dev/null || fail "NETWORK=$NETWORK needs the command ip, which is missing on node $(hostname); install iproute2"

@@ -117,12 +117,16 @@ def dataset_metrics(name: str, metrics: Mapping[str, float], bytes_per_token: fl
     }
 
 
-def bytes_per_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
-    """Mean UTF-8 bytes of the maskable tokens of a dataset's rows, including the space before a word. Raises as `Dataset.read`."""
-    maskable = np.ones(tokenizer.vocab_size, dtype=bool)
-    maskable[list(tokenizer.special_ids.values())] = False  # the padding among them
-    counts = token_counts(dataset, maskable)
+def bytes_per_token(dataset: Dataset, tokenizer: Tokenizer, causal: bool) -> float:
+    """Mean UTF-8 bytes of the predicted tokens of a dataset's rows, including the space before a word. `causal`: [SEP], which has none,
+    is among them. Raises as `Dataset.read`."""
+    specials = list(tokenizer.special_ids.values())  # the padding among them
+    predicted = np.ones(tokenizer.vocab_size, dtype=bool)
+    predicted[specials] = False
+    predicted[tokenizer.special_ids["sep"]] = causal
+    counts = token_counts(dataset, predicted)
     sizes = np.array([len(token) for token in tokenizer.token_bytes()])
+    sizes[specials] = 0
     return float(counts @ sizes / max(counts.sum(), 1))
 
 

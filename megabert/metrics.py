@@ -6,6 +6,7 @@ device (a norm, say) one line in `measured`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +200,13 @@ class PretrainingMeter(Meter):
         if self._datasheet is not None:
             values["perf/mfu_datasheet"] = per_device / self._datasheet
         return values
+
+
+def first_line(objective: str, result: UpdateResult, started: float, interval: int) -> str:
+    """The terminal's line of the first update, which `started` at this time."""
+    seconds = time.perf_counter() - started
+    loss = float(result.host_loss)
+    return f"step       1  {objective} loss {loss:.4f}  in {seconds:.1f} s; a line every {interval} updates"
 
 
 def progress_line(values: Mapping[str, Any], schedule: ScheduleConfig, objective: str, eta_seconds: float) -> str:

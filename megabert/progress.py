@@ -131,12 +131,12 @@ class RunSchedule:
         minimum, elapsed = self.config.log.seconds, self.state.seconds - self.state.logged_seconds
         return step % self.config.log.interval == 0 and (not minimum or elapsed >= minimum)
 
-    def checkpoint_due(self, step: int) -> bool:
-        """Whether to save after update `step` if it is not the last. Asked before the update."""
-        minutes = self.config.checkpoint.minutes
-        return self.workload.checkpoint_due(step) or bool(
-            minutes and self.state.seconds - self.state.saved_seconds >= 60 * minutes
-        )
+    def checkpoint_due(self, step: int, was_due: bool) -> bool:
+        """Whether to save after update `step` if it is not the last. Asked before the update. While updates cannot be applied, a save that
+        `was_due` waits: the weights may be what is wrong."""
+        minutes, waited = self.config.checkpoint.minutes, self.state.seconds - self.state.saved_seconds
+        late = bool(minutes) and waited >= 60 * minutes
+        return self.workload.checkpoint_due(step) or late or (was_due and self.state.bad > 0)
 
     def reading_due(self, step: int, unread: int, copied: bool) -> bool:
         """Whether results are read from the device after update `step`, with `unread` updates before it. In between the host only queues

@@ -104,9 +104,12 @@ class Guarded(Sink):
         try:
             self._tracker = make(resume_step)
         except Exception as error:
-            if resume_step < 0:
+            if resume_step >= 0:
+                self._leave_out(error)
+            elif isinstance(error, ValueError | OSError):
                 raise
-            self._leave_out(error)
+            else:
+                raise ValueError(f"log.to={name}: {describe(error)}") from error
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(MOST_WAITING)
         self._dropped = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -230,9 +233,12 @@ def trackers(config: Config) -> Iterator[tuple[str, Any, str]]:
                 f"log.to={text}: choose of {', '.join(TRACKERS)}, or name a class, as package.module:Class"
             )
         try:
-            yield name, getattr(importlib.import_module(module), kind), project or PROJECT
-        except (ImportError, AttributeError) as error:
+            chosen = getattr(importlib.import_module(module), kind)
+        except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
             raise ValueError(f"log.to={text}: {error}") from None
+        if not (isinstance(chosen, type) and issubclass(chosen, Sink)):
+            raise ValueError(f"log.to={text}: is not a class derived from megabert.sinks.Sink")
+        yield name, chosen, project or PROJECT
 
 
 def check_packages(config: Config) -> None:

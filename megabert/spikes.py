@@ -32,6 +32,14 @@ ENOUGH = 0.25  # share of the window that must be filled before scores are compu
 LEAST_SCATTER = 1e-3
 
 
+def check_finite(metrics: Mapping[str, float], step: int, limit: str) -> None:
+    """Raises BadTraining if the last evaluation of a run, which ended by `limit`, has a loss that is not finite."""
+    if limit and not math.isfinite(loss := metrics.get("eval/mlm_loss", 0.0)):
+        raise BadTraining(
+            f"step {step:,}, {limit}: the held-out loss is {loss}; with a lower optimizer.lr the same command resumes"
+        )
+
+
 class Spikes:
     """Scores of losses against the last `window` finite ones."""
 

@@ -210,7 +210,7 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
     missing or invalid, or a folder without a dataset or checkpoint."""
     from megabert.common import storage
     from megabert.common.run_files import holds_checkpoint
-    from megabert.config import list_phases, read_deepspeed
+    from megabert.config import list_phases, read_deepspeed, refuse_unused
     from megabert.data.shards import MANIFEST
     from megabert.distributed.signals import find_deadline
 
@@ -222,6 +222,8 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
         if not storage.is_url(path) and not Path(path, MANIFEST).is_file():
             option = "--data" if path == config.data.path else "data.path of a phase:"
             raise ValueError(f"{option} {path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model")
+    if not os.fsencode(args.run).decode(errors="ignore") == args.run:
+        raise ValueError(f"--run {os.fsencode(args.run)!r}: its name is not UTF-8, in which files of the run have it")
     if Path(args.run).is_file() or storage.is_url(args.run):
         raise ValueError(f"--run {args.run}: is a {'URL' if storage.is_url(args.run) else 'file'}; name a folder")
     source = config.init_from
@@ -230,13 +232,9 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
         raise ValueError(f"init_from={source}: no checkpoint in it; name a run folder or one of its checkpoints")
     if config.init_moments and not (source or config.checkpoint.mirror or holds_checkpoint(Path(args.run))):
         raise ValueError("init_moments=true: name the run whose weights and moments start this one, by init_from=RUN")
-    schedule, given = config.schedule, dict(text.split("=", 1) for text in args.overrides)
-    if schedule.name == "budget" and schedule.by == "tokens":
+    if config.schedule.name == "budget" and config.schedule.by == "tokens":
         raise ValueError("schedule.name=budget counts minutes, schedule.by=tokens tokens; set schedule.name=linear")
-    for unit in ("minutes", "tokens"):
-        counts = schedule.unit == unit or config.distill.teacher  # a student is given all of its teacher's
-        if not counts and float(given.get(f"schedule.budget_{unit}", 0)):
-            raise ValueError(f"schedule.budget_{unit}: has no effect without schedule.by={unit}; set both")
+    refuse_unused(args.config, args.overrides)
     if args.stop_after is not None and args.stop_after < 1:
         raise ValueError(f"--stop-after {args.stop_after}: must be 1 or more")
     if not 0 <= args.profile_rank < ranks:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megabert.agreement import REQUESTED, UNREAD, SentReport, Sync
-from megabert.checkpoint import Checkpoints, drop_incomparable_losses
+from megabert.checkpoint import Checkpoints, drop_incomparable_losses, ends_early
 from megabert.common import logs
 from megabert.common.errors import FAILED, BadTraining
 from megabert.common.logs import log
@@ -27,10 +27,11 @@ from megabert.distributed.watchdog import Watchdog
 from megabert.engine import Engine, RankMetrics, UpdateResult
 from megabert.engine.profiler import Profiler
 from megabert.inplace.copies import Copies
+from megabert.metrics import first_line
 from megabert.optim.rate_record import RateRecord
 from megabert.progress import RunSchedule, TrainState
 from megabert.sinks import Sinks
-from megabert.spikes import PendingUpdate, SpikePolicy, UpdateJudge
+from megabert.spikes import PendingUpdate, SpikePolicy, UpdateJudge, check_finite
 
 if TYPE_CHECKING:
     from megabert.workload import Workload
@@ -70,8 +71,7 @@ class Trainer:
         self.sent: SentReport | None = None
         # the newest report of all ranks, and the largest `Sync.stop` so far
         self.last_report: Sync | None = None
-        self.stopping = 0
-        self.finished = False  # over, and saved
+        self.stopping, self.finished = 0, False  # finished: over, and saved
         self.save_due = self.line_due = False  # a checkpoint and a log line, after the newest update
         self.schedule.state.cursor = cursor
         self.newest: Any = None  # PendingUpdate
@@ -80,6 +80,7 @@ class Trainer:
         self.last_eval: dict[str, float] = {}
         if saved is not None:
             self.resume(saved)
+            self.state.evaluation_owed |= ends_early(saved, config)
         if config.schedule.unit == "minutes":
             self.schedule.rates = RateRecord(run_dir, config, world, self.state.step, fresh=saved is None)
         # sinks write on rank 0 only, and drop log lines after step `at`
@@ -129,16 +130,16 @@ class Trainer:
             if self.judge.spike is not None:
                 self.roll_back(self.judge.spike)
                 continue
-            if self.schedule.limit or self.line_due:
+            if logged := bool(self.schedule.limit or self.line_due):
                 self.write_log_line(lr)
             elif self.state.step == 1:
-                loss, seconds = float(result.host_loss), time.perf_counter() - started
-                every = f"a line every {self.config.log.interval} updates"
-                log.info(f"step       1  {update.objective} loss {loss:.4f}  in {seconds:.1f} s; {every}")
+                log.info(first_line(update.objective, result, started, self.config.log.interval))
             self.stop.record_update(time.perf_counter() - started)
             if self.schedule.limit or self.workload.evaluation_due(self.state.step):
                 self.evaluate_if_time_allows()
-            if not self.stopping and self.save_due:
+                if self.schedule.limit and not logged:  # out of patience
+                    self.write_log_line(lr)
+            if not self.stopping and self.save_due and not self.state.bad:
                 self.save()
             elif not self.stopping and self.copies is not None and self.copies.due(self.state.step):
                 self.copies.take(self.engine, self.checkpoint_state(), self.checkpoints.in_flight)
@@ -176,9 +177,8 @@ class Trainer:
             return  # a rollback follows
         self.spike_policy.resume({}, state.bad)
         state.phase_starts = [*state.phase_starts, *[state.cursor] * entered]
-        log.info(
-            f"step {state.step + 1}: phase {number + 1} of {len(self.schedule.phases)}: {self.schedule.phase.changes}"
-        )
+        place = f"phase {number + 1} of {len(self.schedule.phases)}"
+        log.info(f"step {state.step + 1}: {place}: {self.schedule.phase.changes}")
         self.updates.close()
         self.updates = self.workload.updates(state.cursor, state.phase_starts)
         if self.config.spikes.policy == "rollback":
@@ -190,7 +190,7 @@ class Trainer:
         """Meter an update and report it to all ranks; returns whether to judge results now, which reads them from the device."""
         step = self.state.step + 1
         copied = self.copies is not None and self.copies.due(step)
-        self.save_due, self.line_due = self.schedule.checkpoint_due(step), self.schedule.log_due(step)
+        self.save_due, self.line_due = self.schedule.checkpoint_due(step, self.save_due), self.schedule.log_due(step)
         reading = self.save_due or self.schedule.reading_due(step, len(self.judge.pending), copied)
         if reading:
             float(result.host_applied)  # synchronise, so that `seconds` includes the device's work on this update
@@ -275,6 +275,7 @@ class Trainer:
         """Evaluate, and write the metrics to the sinks. A collective."""
         state, patience, started = self.state, self.config.eval.patience, time.perf_counter()
         metrics = self.workload.evaluate(state.step, self.watchdog.progress)
+        check_finite(metrics, state.step, self.schedule.limit)
         state.evaluation_owed = False
         state.evaluation_seconds = max(state.evaluation_seconds, time.perf_counter() - started)
         self.save_due |= self.checkpoints.saved_step == state.step  # was saved without the evaluation
@@ -303,9 +304,8 @@ class Trainer:
         self.watchdog.progress()
         self.judge.forget()
         self.updates.close()
-        spiked = self.state.spiked
-        self.resume(self.checkpoints.load(self.engine, path))
-        self.state.cursor, self.state.spiked = spike.cursor + 1, spiked
+        self.resume({**self.checkpoints.load(self.engine, path), "spiked": self.state.spiked})
+        self.state.cursor = spike.cursor + 1
         self.sinks.resume(self.state.step)
         self.updates = self.workload.updates(self.state.cursor, self.state.phase_starts)
         log.info(f"rolled back to step {self.state.step}; the data up to the spike is skipped")

@@ -168,7 +168,8 @@ class Pretraining:
                     break
                 continue
             dataset = on_every_rank(self.world, partial(Dataset, part.held_out_path))
-            measure = partial(evaluation.bytes_per_token, dataset, self.tokenizer)
+            causal = held_out_masking(self.config).causal
+            measure = partial(evaluation.bytes_per_token, dataset, self.tokenizer, causal)
             size = on_main(self.world, measure) if len(parts) > 1 else 0.0
             splits.append(HeldOut(name, dataset, replace(self.config, "batch", batch), size))
         return splits

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from megabert import evaluation
 from megabert.commands import report
 from megabert.commands.evaluate import evaluate_run
 from megabert.data.mixture import distinct_names
@@ -29,6 +30,16 @@ def bytes_per_token(folder):
     tokens = Tokenizer.load(dataset.tokenizer_path).token_bytes()
     sizes = [len(tokens[i]) for i in dataset.read(np.arange(dataset.rows)).ids.ravel().tolist() if i > 4]
     return sum(sizes) / len(sizes)
+
+
+def test_bytes_of_a_causal_models_tokens_count_its_separators(other):
+    """Each [SEP] is predicted, and has no bytes."""
+    dataset = Dataset(other / "held_out")
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    ids = dataset.read(np.arange(dataset.rows)).ids
+    words, separators = (ids > 4).sum(), (ids == tokenizer.special_ids["sep"]).sum()
+    masked, causal = (evaluation.bytes_per_token(dataset, tokenizer, causal) for causal in (False, True))
+    assert causal == pytest.approx(masked * words / (words + separators)) and separators > 0
 
 
 @pytest.mark.parametrize("phases", [False, True])

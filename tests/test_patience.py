@@ -11,6 +11,7 @@ import torch
 from megabert import hf
 from megabert.checkpoint import load_weights
 from megabert.common import chain
+from megabert.common.errors import BadTraining
 from megabert.progress import TrainState
 from megabert.train import main
 from tests.helpers import golden_runs
@@ -139,6 +140,36 @@ def test_the_best_step_of_a_run(world, tmp_path, losses, overrides, end, best):
         assert not (tmp_path / "best").is_symlink()
     else:
         assert hf.load(tmp_path / "best").step == best
+
+
+def test_the_last_update_has_a_line(world, tmp_path):
+    """Also where patience ends the run, which is known after the evaluation."""
+    assert trained(world, tmp_path, LOSSES, "log.interval=5") == 8
+    assert list(logged(tmp_path, "train/loss")) == [5, 8]
+
+
+def test_a_schedule_made_shorter_ends_with_an_evaluation(world, tmp_path):
+    losses, never = dict.fromkeys(range(11), 5.0), ("eval.patience=0", "eval.interval=0")
+    trained(world, tmp_path, losses, *never, stop=5)
+    for _ in range(2):  # once
+        assert trained(world, tmp_path, losses, *never, "schedule.total_steps=4") == 5
+        assert list(logged(tmp_path, "eval/mlm_loss")) == [0, 5]
+
+
+def test_without_patience_no_step_is_the_best(world, tmp_path):
+    assert trained(world, tmp_path, LOSSES, stop=7) == 7
+    trainer = opened(world, tmp_path, LOSSES, "eval.patience=0", stop=8)
+    assert trainer.train() and trainer.state.best_step == -1
+    trainer.close()
+    assert trained(world, tmp_path, LOSSES | {10: 9.0}, "eval.patience=2") == 10  # counted from here on
+
+
+def test_a_run_that_ends_with_no_loss_has_failed(world, tmp_path):
+    trainer = opened(world, tmp_path, LOSSES | {10: math.nan}, "eval.patience=0", "checkpoint.asynchronous=false")
+    with pytest.raises(BadTraining, match=r"step 10, schedule.total_steps=10: the held-out loss is nan"):
+        trainer.train()
+    trainer.close()
+    assert load_weights(tmp_path)[1]["step"] == 9
 
 
 def test_patience_needs_a_held_out_split(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,14 @@ def test_a_class_of_ones_own_is_a_tracker(tmp_path, monkeypatch):
         run.write({"step": saved + 3, "train/loss": 1.0})
         run.close()
     assert (tmp_path / "mine.txt").read_text().split("\n")[:-1] == ["resumed -1 here", "2", "resumed 5 here", "8"]
+
+
+@pytest.mark.parametrize("name", ["json:dumps", "os:getcwd", "json:JSONDecoder", ".x:y", "no_module:x", "broken:X"])
+def test_what_is_no_tracker_is_refused(name, tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("class X(\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=f"^log.to={re.escape(name)}: "):
+        Sinks(tmp_path, config(f'log.to=["{name}"]'), -1)
 
 
 def test_an_unknown_tracker_is_refused():

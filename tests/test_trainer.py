@@ -1,6 +1,7 @@
 """The loop in one process on a tiny model: what the ranks agree on, and what is the same after a restart."""
 
 import errno
+import math
 import re
 import sys
 from pathlib import Path
@@ -116,7 +117,24 @@ def test_minutes_count_from_the_last_checkpoint(world, tmp_path):
     ours = trainer(cfg, world, tmp_path)
     for saved, due in ((10.0, False), (45.0, False), (75.0, True)):
         ours.resume(ours.checkpoint_state() | {"seconds": saved, "saved_seconds": 10.0, "logged_seconds": 10.0})
-        assert ours.schedule.checkpoint_due(1) == ours.schedule.log_due(cfg.log.interval) == due
+        assert ours.schedule.checkpoint_due(1, was_due=False) == ours.schedule.log_due(cfg.log.interval) == due
+    ours.close()
+
+
+def test_a_save_waits_for_an_update_that_is_applied(world, tmp_path):
+    """Weights with NaN push no checkpoint out."""
+    ours = trainer(quiet(checkpoint__keep=1, max_bad_steps=9), world, tmp_path)
+    train_update, weights = ours.engine.train_update, ours.engine._weights
+
+    def failing(update: Any, *rest: Any) -> Any:
+        ours.engine._weights = weights * (math.nan if update.step in (2, 3) else 1.0)
+        return train_update(update, *rest)
+
+    ours.engine.train_update = failing
+    saved = []
+    ours.checkpoints.saved = lambda seconds: saved.append(ours.state.step)
+    assert ours.train() and ours.state.skipped == 2
+    assert saved == [5, 7]  # due at 3
     ours.close()
 
 

@@ -166,7 +166,7 @@ class Scorer:
     def __init__(self, folder: Path, rows: int, threads: int) -> None:
         self.dataset, self.rows, self.threads = Dataset(folder), rows, threads
         self.tokenizer = Tokenizer.load(self.dataset.tokenizer_path)
-        self.bytes_per_token = evaluation.bytes_per_token(self.dataset, self.tokenizer)
+        self.bytes_per_token = evaluation.bytes_per_token(self.dataset, self.tokenizer, causal=False)
 
     def score(self, weights: Mapping[str, Tensor], tree: dict[str, Any]) -> dict[str, float]:
         """`bits` a byte, `loss` in nats a masked token and `accuracy`, of a model with the configuration `tree`."""

@@ -30,9 +30,10 @@ static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* los
         top = now;
       }
       vf part{};
+      const float base = top == -INFINITY ? 0.0f : top;  // all logits so far are -inf, and their exponentials 0
       for (int64_t j = start; j < stop; j += W) {
         const int64_t n = stop - j;
-        const vf e = exp(load(row + j, n) + load(bias + j, n) - top);
+        const vf e = exp(load(row + j, n) + load(bias + j, n) - base);
         part += n >= W ? e : (lanes() < splat_i(n) ? e : vf{});
       }
       sum += total(part);

@@ -25,6 +25,7 @@ from megabert.checkpoint.compatibility import (
     check_not_finished,
     cursor_after,
     drop_incomparable_losses,
+    ends_early,
     flatten_settings,
     log_changes,
     refuse_other_tokenizer,

@@ -79,9 +79,17 @@ def check_not_finished(saved: Mapping[str, Any], config: Config, extend: bool) -
         raise ValueError("this run is finished, but the given schedule is longer; add --extend to continue training")
 
 
+def ends_early(saved: Mapping[str, Any], config: Config) -> bool:
+    """Whether a run ends at a checkpoint, by a schedule that was made shorter."""
+    used = saved["step"], saved["seconds"] / 60, saved["tokens"]
+    was = limit_reached(ScheduleConfig.model_validate(saved["config"]["schedule"]), *used)
+    return not was and bool(limit_reached(config.schedule, *used))
+
+
 def drop_incomparable_losses(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """A checkpoint's state without the losses that are not comparable under `config`: the spike policy's, if masking,
-    model or teacher changed; the best held-out loss, if the held-out rows or their masking changed."""
+    model or teacher changed; the best held-out loss, if the held-out rows or their masking changed, or without
+    `eval.patience`, which alone looks for it."""
     state, old = dict(saved), Config.model_validate(saved["config"])
     number = len(saved.get("phase_starts", [0])) - 1
     phases = (list_phases(each)[number].config for each in (old, config))
@@ -92,6 +100,8 @@ def drop_incomparable_losses(saved: Mapping[str, Any], config: Config) -> dict[s
     if patient and (held_out_masking(old), old.eval.rows) != (held_out_masking(config), config.eval.rows):
         if saved.get("best_step", -1) >= 0:
             log.info("held-out rows or their masking were changed: the next evaluation counts as the best")
+        state |= {"best_step": -1, "since_best": 0}
+    if not config.eval.patience:
         state |= {"best_step": -1, "since_best": 0}
     return state
 

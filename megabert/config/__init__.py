@@ -31,5 +31,6 @@ from megabert.config.sources import (
     from_dict,
     load,
     refuse_unknown_overrides,
+    refuse_unused,
     value_sources,
 )

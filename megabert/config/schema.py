@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -314,10 +314,23 @@ class ScheduleConfig(Section):
         if self.unit != "steps" and not getattr(self, f"budget_{self.unit}"):
             yield f"{self.unit_key} needs schedule.budget_{self.unit} above 0"
         if self.unit == "steps" and self.warmup_steps > self.total_steps:
-            yield "schedule.warmup_steps exceeds schedule.total_steps; lower it"
+            yield f"schedule.warmup_steps={self.warmup_steps} exceeds schedule.total_steps={self.total_steps}; lower it"
         if self.name == "wsd" and self.warmup_share + self.decay_share > 1:
             warmup = f"a warm-up of {self.warmup_share:.2g} of the budget"
             yield f"schedule.decay_share={self.decay_share:g} and {warmup} exceed it; lower one of them"
+
+    def unused(self, given: Mapping[str, Any], phases: Iterable[ScheduleConfig] = ()) -> Iterator[str]:
+        """What is wrong with values by `section.key` that were given, none of them 0, but have no effect beside the others and in none of
+        the `phases`."""
+        for unit in ("minutes", "tokens"):
+            if self.unit != unit and given.get(f"schedule.budget_{unit}"):
+                yield f"schedule.budget_{unit}: has no effect without schedule.by={unit}; set both"
+        if self.unit != "steps" and given.get("schedule.warmup_steps"):
+            yield f"schedule.warmup_steps: has no effect with {self.unit_key}; set schedule.budget_warmup, a share"
+        if self.unit == "steps" and given.get("schedule.budget_warmup"):
+            yield "schedule.budget_warmup: has no effect without a budget of minutes or tokens; set schedule.warmup_steps"
+        if all(each.name != "wsd" for each in (self, *phases)) and given.get("schedule.decay_share"):
+            yield "schedule.decay_share: has no effect without schedule.name=wsd; set both"
 
     @property
     def unit(self) -> str:
@@ -471,7 +484,7 @@ class PhaseConfig(Section):
 class Config(Section):
     """All settings of a run. The hash of its canonical JSON is in each checkpoint."""
 
-    seed: int = setting(42, "seed of initialisation, order, masking and dropout", ge=0)
+    seed: int = setting(42, "seed of initialisation, order, masking and dropout", ge=0, lt=1 << 63)
     deterministic: bool = setting(False, "reproducible updates, bit for bit, on CUDA too, which are slower")
     precision: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "compute type; master weights are fp32; auto: bf16 if the device has bf16 products, else fp32"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megabert.common.arguments import PRESETS, nearest, presets, toml_names
-from megabert.config.phases import check_phases, merge
+from megabert.config.phases import check_phases, list_phases, merge
 from megabert.config.schema import Config, flat, is_section, validated
 
 
@@ -22,7 +22,7 @@ def load(source: str = "", overrides: list[str] | None = None) -> Config:
 
     Raises ValueError naming the file or key and what to do.
     """
-    _, tree = _read_config(source)
+    tree = _read_config(source)
     for override in overrides or []:
         set_override(tree, override)
     return from_dict(tree)
@@ -39,10 +39,37 @@ def refuse_unknown_overrides(overrides: Iterable[str]) -> None:
 
 def value_sources(source: str, overrides: Sequence[str]) -> dict[str, str]:
     """The source of each `section.key` that is not a default; arguments as of `load`, which have to be valid."""
-    path, tree = _read_config(source)
-    where = f"preset {source}" if path.parent == PRESETS else f"file {path}"
-    tables = {"data.mix": where} if tree.get("data", {}).get("mix") else {}
-    return dict.fromkeys(flat(tree), where) | tables | {text.partition("=")[0]: "command line" for text in overrides}
+    path, own = _read_own(source)
+    base = own.pop("extends", "")
+    if path.parent == PRESETS:
+        own = _read_config(source)
+    where, own_keys = f"preset {source}" if path.parent == PRESETS else f"file {path}", flat(own)
+    tables = {"data.mix": where} if own.get("data", {}).get("mix") else {}
+    given = dict.fromkeys(own_keys, where) | tables | dict.fromkeys(flatten_overrides(overrides), "command line")
+    return (value_sources(base, ()) if base else {}) | given
+
+
+def flatten_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Values by `section.key` of overrides, of which one may be a whole section."""
+    kinds, values = dict(_fields()), dict[str, Any]()
+    for override in overrides:
+        key, _, text = override.partition("=")
+        kind = kinds.get(re.sub(r"^phases\.\d+\.", "", key))
+        value = parse_value(text, kind)
+        is_table = isinstance(value, dict) and is_section(kind)
+        values |= {f"{key}.{name}": each for name, each in flat(value).items()} if is_table else {key: value}
+    return values
+
+
+def refuse_unused(source: str, overrides: Sequence[str]) -> None:
+    """Raises ValueError for a setting of the schedule that has no effect beside the others of the file, or command line, that gives
+    it; arguments as of `load`."""
+    _, own = _read_own(source)
+    given = {f"schedule.{name}": value for name, value in own.get("schedule", {}).items()}
+    for config, values in ((load(source), given), (load(source, [*overrides]), flatten_overrides(overrides))):
+        for message in config.schedule.unused(values, (phase.config.schedule for phase in list_phases(config))):
+            if not config.distill.teacher:  # a student is given all of its teacher's settings
+                raise ValueError(message)
 
 
 def from_arguments(args: argparse.Namespace) -> Config:
@@ -66,18 +93,22 @@ def from_dict(tree: dict[str, Any]) -> Config:
     return config
 
 
-def _read_config(source: str) -> tuple[Path, dict[str, Any]]:
-    """The path of a preset or TOML file, "" for none, and its keys over those of the preset that it `extends`."""
-    if not source:
-        return Path(), {}
-    path, tree = read_toml(source, PRESETS, "--config", "preset")
-    if "extends" in tree:
-        base = tree.pop("extends")
-        if base not in presets():
-            raise ValueError(f"{path}: extends={base!r} is not a preset; presets: {', '.join(presets())}")
-        own, (_, tree) = tree, _read_config(base)
-        merge(tree, own)
-    return path, tree
+def _read_config(source: str) -> dict[str, Any]:
+    """The keys of a preset or TOML file over those of the preset that it `extends`."""
+    path, own = _read_own(source)
+    if "extends" not in own:
+        return own
+    base = own.pop("extends")
+    if base not in presets():
+        raise ValueError(f"{path}: extends={base!r} is not a preset; presets: {', '.join(presets())}")
+    tree = _read_config(base)
+    merge(tree, own)
+    return tree
+
+
+def _read_own(source: str) -> tuple[Path, dict[str, Any]]:
+    """The path of a preset or TOML file, "" for none, and what it has itself."""
+    return read_toml(source, PRESETS, "--config", "preset") if source else (Path(), {})
 
 
 def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, dict[str, Any]]:
@@ -99,7 +130,8 @@ def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, di
 
 
 def set_override(tree: dict[str, Any], override: str) -> None:
-    """Put one `section.key=value` into `tree`, parsed as the key's type. Raises ValueError."""
+    """Put one `section.key=value` into `tree`, parsed as the key's type; a section's table over what the tree has of it. Raises
+    ValueError."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise ValueError(f"override {override!r}: write section.key=value")
@@ -118,7 +150,12 @@ def set_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {part} is not a section")
     # an unknown key is reported with its nearest match when the tree is checked
-    node[leaf] = parse_value(text, dict(_fields()).get(key))
+    kind = dict(_fields()).get(key)
+    value = parse_value(text, kind)
+    if is_section(kind) and isinstance(value, dict) and isinstance(node.get(leaf), dict):
+        merge(node[leaf], value)
+    else:
+        node[leaf] = value
 
 
 def parse_value(text: str, kind: Any = None) -> Any:

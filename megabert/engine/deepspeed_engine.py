@@ -74,7 +74,8 @@ class Engine:
         self._takes_seed = "seed" in inspect.signature(module.forward).parameters
         self.optimizer = build_optimizer(config.optimizer, module, self.optimizer_kernels == "apex", self.dtype)
         # DeepSpeed also prints without its logger
-        with contextlib.redirect_stdout(io.StringIO()), deepspeed_step.device_as_local_rank(world):
+        quiet, naming = contextlib.redirect_stdout(io.StringIO()), deepspeed_step.naming_option(deepspeed_extra or {})
+        with naming, quiet, deepspeed_step.device_as_local_rank(world):
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
             )

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megabert.config import Config, merge_deepspeed, to_deepspeed
@@ -106,6 +107,22 @@ def settings(config: Config, world_size: int, extra: Mapping[str, Any]) -> dict[
         # `engine._do_optimizer_sanity_check` refuses it at stage 0, where torch itself accumulates in fp32 (grad_dtype).
         merged.pop("data_types", None)
     return merged
+
+
+@contextlib.contextmanager
+def naming_option(extra: Mapping[str, Any]) -> Iterator[None]:
+    """Raises what DeepSpeed says of a user's settings as a ValueError naming their option."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    try:
+        yield
+    except (DeepSpeedConfigError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        if not extra:
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ValidationError):
+            text = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ValueError(f"--deepspeed_config: DeepSpeed refuses it ({text:.300})") from error
 
 
 class GuardedStep:

@@ -75,8 +75,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
+def _scaled(t: Tensor, factor: Tensor) -> Tensor:
+    """`t` times the fp32 scalar `factor`, which a CUDA product of mixed types would round to the type of `t`."""
+    return (t.float() * factor).to(t.dtype) if t.is_cuda else t * factor
+
+
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    gradients = [None if grad is None else t * grad for t in ctx.saved_tensors]  # the scalar stays fp32
+    gradients = [None if grad is None else _scaled(t, grad) for t in ctx.saved_tensors]
     return *gradients, None, None, None
 
 

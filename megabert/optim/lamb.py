@@ -105,7 +105,9 @@ class StableAdamW(AdamByUnit):
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, lr, betas, eps)
-        self._counted: dict[tuple[int, ...], Tensor] = {}  # by indices of units
+        # sizes of units by the tensors of a group, not by the units in them, of which a rank may have none in several groups: all ranks
+        # count the same groups
+        self._counted: dict[tuple[int, ...], Tensor] = {}
 
     def _update_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         skip = self.found_inf.double() != 0
@@ -113,16 +115,16 @@ class StableAdamW(AdamByUnit):
         weights, updates = self._updates(group, tensors)
         slices = self._sliced(tensors, weights, updates)
         (sums,) = self._sums(self._sliced(tensors, squares), skip.device)
-        factors = 1 / (sums / self._sizes(slices, skip.device)).sqrt().clamp(min=1)
+        factors = 1 / (sums / self._sizes(tensors, slices, skip.device)).sqrt().clamp(min=1)
         self._add(slices, torch.where(skip, 0.0, -group["lr"] * factors))
 
-    def _sizes(self, slices: Slices, device: torch.device) -> Tensor:
-        """fp64 [units]: elements of each unit; 1 for units of other groups."""
-        indices, (views, _) = slices
-        if indices not in self._counted:
+    def _sizes(self, tensors: list[Tensor], slices: Slices, device: torch.device) -> Tensor:
+        """fp64 [units]: elements of each unit; 1 for units of other groups. A collective at the first call for `tensors`."""
+        (indices, (views, _)), group = slices, tuple(map(id, tensors))
+        if group not in self._counted:
             roots = [torch.full((1,), math.sqrt(view.numel()), device=device) for view in views]
-            self._counted[indices] = self._sums((indices, [roots]), device)[0].round().clamp(min=1)
-        return self._counted[indices]
+            self._counted[group] = self._sums((indices, [roots]), device)[0].round().clamp(min=1)
+        return self._counted[group]
 
     def _surprise(self, group: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
         """Flat |g| / max(sqrt(v^), eps) of the next update."""

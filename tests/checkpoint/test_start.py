@@ -97,7 +97,7 @@ def test_changes_of_phases_are_named_by_key(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_losses_that_do_not_compare_are_forgotten() -> None:
-    config = from_dict({})
+    config = from_dict({"eval": {"patience": 5}})
     state = {"config": config.model_dump(), "losses_by_objective": {"masked": [2.0]}, "best_step": 4, "since_best": 1}
     changes = {
         "data.masking.strategy": ("word", {}, 4),
@@ -105,6 +105,7 @@ def test_losses_that_do_not_compare_are_forgotten() -> None:
         "model.dropout": (0.0, {}, 4),
     }
     changes |= {"eval.rate": (0.3, {"masked": [2.0]}, -1), "optimizer.lr": (1e-5, {"masked": [2.0]}, 4)}
+    changes["eval.patience"] = (0, {"masked": [2.0]}, -1)
     for key, (value, losses, best) in changes.items():
         found = drop_incomparable_losses(state, replace(config, key, value))
         assert (found["losses_by_objective"], found["best_step"]) == (losses, best), key

@@ -1,5 +1,7 @@
 """The configuration refuses unknown keys and contradictions by name, and resolves to the expected DeepSpeed dict."""
 
+import re
+
 import pytest
 
 from megabert import config as c
@@ -26,11 +28,58 @@ def test_a_file_extends_a_preset(tmp_path) -> None:
     path = tmp_path / "own.toml"
     path.write_text('extends = "large_phase2"\nbatch.micro_size = 4\n')
     assert c.load(str(path)) == c.load("large_phase2", ["batch.micro_size=4"])
-    assert c.value_sources(str(path), [])["optimizer.lr"] == f"file {path}"
+    sources = c.value_sources(str(path), ["schedule={power=2.0}"])
+    assert sources["optimizer.lr"] == "preset large_phase2" and sources["batch.micro_size"] == f"file {path}"
+    assert sources["schedule.power"] == "command line" and "schedule" not in sources
     for wrong in ('"larg"', '"own.toml"', "3"):
         path.write_text(f"extends = {wrong}")
         with pytest.raises(ValueError, match=r"own\.toml: extends=.* is not a preset; presets: babylm_100m, "):
             c.load(str(path))
+
+
+def test_a_table_changes_what_it_has() -> None:
+    """Of a section, and of a phase; a mixture is a value."""
+    preset = c.load("mini_modern")
+    changed = c.load("mini_modern", ["optimizer={lr=0.5}", 'data.masking={strategy="word"}'])
+    assert changed.optimizer == c.replace(preset.optimizer, "lr", 0.5)
+    assert changed.data.masking == c.replace(preset.data.masking, "strategy", "word")
+    mixed = ['data.mix={"a"=0.2}', 'data.mix={"b"=0.3}']
+    assert list(c.load("tiny", mixed).data.mix) == ["b"]
+    two = "phases=[{share=0.5, batch.global_size=8, batch.micro_size=4},{share=0.5}]"
+    phase = c.load("tiny", [two, "phases.1.batch={micro_size=2}"]).phases[0]
+    assert phase.changes == {"batch": {"global_size": 8, "micro_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("own", "overrides", "message"),
+    [
+        ("budget_minutes = 5.0", [], "schedule.budget_minutes: has no effect without schedule.by=minutes; set both"),
+        ("", ["schedule={budget_tokens=5}"], "schedule.budget_tokens: has no effect without schedule.by=tokens"),
+        ("", ["schedule.budget_warmup=0.1"], "schedule.budget_warmup: has no effect without a budget"),
+        ("", ["schedule.decay_share=0.1"], "schedule.decay_share: has no effect without schedule.name=wsd"),
+        (
+            'by = "minutes"\nbudget_minutes = 1.0',
+            ["schedule.warmup_steps=3"],
+            "schedule.warmup_steps: has no effect with ",
+        ),
+        # switched on the command line, or by a phase, or 0
+        ('by = "minutes"\nbudget_minutes = 1.0', ["schedule.by=steps", "schedule.warmup_steps=3"], ""),
+        ("decay_share = 0.1", ['phases=[{share=1.0, schedule.name="wsd"}]'], ""),
+        ("", ["schedule.budget_minutes=0"], ""),
+    ],
+)
+def test_a_setting_without_effect_is_refused(own, overrides, message, tmp_path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f"[schedule]\n{own}\n")
+    if message:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            c.refuse_unused(str(path), overrides)
+    elif "decay_share" in own:
+        with pytest.raises(ValueError, match="decay_share"):  # of the file alone it has none
+            c.refuse_unused(str(path), [])
+        c.refuse_unused("", ["schedule.decay_share=0.1", *overrides])
+    else:
+        c.refuse_unused(str(path), overrides)
 
 
 def phases(second: str, *overrides: str) -> list[str]:
@@ -75,7 +124,7 @@ WSD = ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5"
         ([*BY_MINUTES, "deterministic=true"], "by=minutes depends on the clock"),
         (WSD, "schedule.decay_share=0.6 and a warm-up of 0.5 of the budget exceed it"),
         (["data.seq_len=1024"], "data.seq_len=1024 is above model.max_positions=512; raise that"),
-        (["schedule.total_steps=50"], "schedule.warmup_steps exceeds schedule.total_steps"),
+        (["schedule.total_steps=50"], "schedule.warmup_steps=10000 exceeds schedule.total_steps=50; lower it"),
         (["checkpoint.mirror=/mnt/runs"], "checkpoint.mirror=/mnt/runs is not a URL; give one, such as s3://BUCKET/RUN"),
         (["eval.patience=2", "eval.interval=0"], "eval.patience=2 counts evaluations; set eval.interval above 0"),
         (["phases=3"], "phases: Input should be a valid list (got 3)"),

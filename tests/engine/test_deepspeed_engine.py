@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megabert import ops
+from megabert.distributed.ranks import World
+from megabert.engine import Engine
 from megabert.engine.zero_layout import START
 from tests.helpers import once, tiny
 from tests.helpers.ranks import run_ranks
@@ -230,3 +232,18 @@ def test_losses_do_not_depend_on_ranks_or_stage() -> None:
     for ranks in (2, 3, 4):  # 8 rows on 3 ranks, 2 a micro-step: the last one of one rank has none
         for name, found in run_ranks(ranks, losses_of_setups)[0].items():
             close(found, one[f"{name.split()[0]} 1"], 1e-5, (ranks, name))
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"sparse_gradients": True}, "Sparse"),
+        ({"zero_optimization": {"nonsense": 3}}, "nonsense: Extra inputs are not permitted"),
+        ({"flops_profiler": 3}, "'int' object"),
+    ],
+)
+def test_what_deepspeed_refuses_is_one_line(extra: dict[str, Any], said: str, world: World) -> None:
+    cfg = tiny.config()
+    with pytest.raises(ValueError, match=f"^--deepspeed_config: DeepSpeed refuses it .*{said}") as caught:
+        Engine(cfg, tiny.model(cfg), world, extra)
+    assert "\n" not in str(caught.value)

@@ -27,6 +27,19 @@ def test_mlm_loss_of_several_chunks() -> None:
     compare(ours, plain, exact, torch.bfloat16)
 
 
+def test_mlm_gradients_are_scaled_in_fp32() -> None:
+    """By the share of an update, a scalar of the device, not by its value in bf16."""
+    labels, factor = torch.arange(64).cuda(), torch.tensor(1 / 1300.7).cuda()
+    inputs = [normal(64, 64, seed=2), normal(128, 64, seed=3), normal(128, seed=4)]
+    leaves = [t.to("cuda", torch.bfloat16).requires_grad_() for t in inputs]
+    whole, scaled = (
+        torch.autograd.grad(ops.mlm_loss(*leaves, labels, 100, "native")[0], leaves, grad)
+        for grad in (torch.ones_like(factor), factor)
+    )
+    for one, other in zip(whole, scaled, strict=True):
+        assert torch.equal((one.float() * factor).bfloat16(), other)
+
+
 @pytest.mark.parametrize("backend", ["varlen", "sdpa", "native"])
 def test_attention_of_512_tokens_repeats_bit_for_bit(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one block of keys, where torch's flash attention adds up dq atomically unless asked not to."""

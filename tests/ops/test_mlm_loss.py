@@ -1,5 +1,7 @@
 """Masked-LM loss: value, count and gradients against fp64; ignored slots and padded entries add nothing; chunks do not show."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,6 +67,19 @@ def test_log_sum_exp_and_counts() -> None:
     torch.testing.assert_close(results[3].double(), exact, rtol=1e-6, atol=1e-5)
     tied = torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(8), torch.tensor([0, 5])
     assert int(ops.mlm_loss(*tied, 8, "native")[1]) == 1, "the first of equal logits counts"
+
+
+@pytest.mark.parametrize("banned", [100, 512, 650])
+def test_tokens_banned_by_the_bias_have_no_probability(banned: int) -> None:
+    """Also if all that a pass reads first are."""
+    inputs, _ = problem(3, 16, 700, 704)
+    hidden, weight, bias = (t.float().requires_grad_() for t in inputs)
+    bias.data[:banned], labels = -math.inf, torch.tensor([650, 660, 699])
+    results = {}
+    for backend in ("native", "torch"):
+        loss, _ = ops.mlm_loss(hidden, weight, bias, labels, 700, backend)
+        results[backend] = [loss, *torch.autograd.grad(loss, [hidden, weight, bias])]
+    torch.testing.assert_close(results["native"], results["torch"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

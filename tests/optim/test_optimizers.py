@@ -12,6 +12,7 @@ from torch import nn
 from megabert.checkpoint import Checkpoints, start_engine
 from megabert.config import CheckpointConfig, OptimizerConfig
 from megabert.optim.build import build_optimizer
+from megabert.optim.guarded import FlatSegment
 from megabert.optim.lamb import Lamb, StableAdamW
 from tests.checkpoint.test_store import state
 from tests.helpers import tiny
@@ -119,6 +120,25 @@ def test_an_unforeseen_gradient_takes_a_smaller_step():
     rate = 0.1 / (100 / math.sqrt(v))
     torch.testing.assert_close(before - jumps, torch.full((4, 4), rate * m / (math.sqrt(v) + EPS)))
     torch.testing.assert_close(steady.detach(), torch.full((4, 4), -0.2 / (1 + EPS)))
+
+
+def two_groups(world: Any) -> list[list[float]]:
+    """Updates of two groups of which the first rank has all elements, as of few elements on many ranks."""
+    tensors = [nn.Parameter(torch.full((4,), float(number))) for number in (2, 3)]
+    optimizer = StableAdamW([{"params": [t], "weight_decay": 0.1} for t in tensors], lr=0.1, betas=BETAS, eps=EPS)
+    segments = {t: () if world.rank else (FlatSegment(number, 0, 4, 0),) for number, t in enumerate(tensors)}
+    optimizer.attach(segments, world.device if world.size > 1 else None, world)
+    for step in range(3):
+        for number, tensor in enumerate(tensors):
+            tensor.grad = torch.full((4,), 0.0 if world.rank else 10.0 ** (step * number))
+        optimizer.guard([t.grad for t in tensors if t.grad is not None], 0.0)
+        optimizer.step()
+    return [t.tolist() for t in tensors]
+
+
+@pytest.mark.dist
+def test_a_rank_may_have_no_element_of_several_groups(world):
+    assert run_ranks(2, two_groups, timeout=60)[0] == two_groups(world)
 
 
 def built(name: str, layer: Any) -> Any:
