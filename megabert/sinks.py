@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from megabert.common.environment import require_packages
 from megabert.common.errors import describe
-from megabert.common.files import write_atomically
+from megabert.common.files import add_path_when_full, write_atomically
 from megabert.common.logs import log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step
 from megabert.config import Config
@@ -75,8 +75,9 @@ class JsonLines(Sink):
 
     def write(self, values: dict[str, Any]) -> None:
         self._file = self._file or open(self._path, "a")  # noqa: SIM115 - open as long as the run
-        self._file.write(as_json(values) + "\n")
-        self._file.flush()
+        with add_path_when_full(self._path):
+            self._file.write(as_json(values) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:

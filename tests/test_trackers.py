@@ -15,8 +15,9 @@ from unittest.mock import Mock
 import pytest
 
 from megabert import sinks
+from megabert.common.run_files import METRICS, append_line
 from megabert.config import load
-from megabert.sinks import Guarded, Sinks
+from megabert.sinks import Guarded, JsonLines, Sinks
 
 SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "predicted": [[" b", 0.5]]}]}]
 
@@ -221,3 +222,13 @@ def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog):
     go.set()
     assert caplog.text.count("is 3 lines behind and loses some") == 1
     assert caplog.text.count("did not finish within 0.4 s") == 1
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    """An error of a write has no file name of its own."""
+    for write in (lambda path: append_line(path, "{}"), JsonLines(tmp_path / METRICS, -1).write):
+        (tmp_path / METRICS).symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left") as caught:
+            write(tmp_path / METRICS if write.__name__ == "<lambda>" else {"step": 1})
+        assert caught.value.filename == str(tmp_path / METRICS)
+        (tmp_path / METRICS).unlink()

@@ -28,6 +28,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
 
     from megabert import evaluation, hf
     from megabert.config import replace
+    from megabert.data.masking import held_out_masking
     from megabert.data.mixture import distinct_names
     from megabert.data.tokenizer import UnknownTokens
     from megabert.engine import precision
@@ -63,7 +64,8 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
         if dataset is datasets[0]:
             metrics |= of_this
         if len(folders) > 1:
-            metrics |= evaluation.dataset_metrics(name, of_this, evaluation.bytes_per_token(dataset, loaded.tokenizer))
+            size = evaluation.bytes_per_token(dataset, loaded.tokenizer, held_out_masking(cfg).causal)
+            metrics |= evaluation.dataset_metrics(name, of_this, size)
     return metrics
 
 

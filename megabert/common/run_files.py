@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megabert.common.files import add_path_when_full
+
 CONFIG = "config.json"
 TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "tokenizer.json")
 # JSON lines: log lines; samples of evaluations; starts of the run; updates that were skipped or whose loss was a spike
@@ -63,7 +65,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def append_line(path: Path, text: str) -> None:
     """Append a line to a file, whose last line a kill may have left partial."""
-    with open(path, "ab+") as file:
+    with add_path_when_full(path), open(path, "ab+") as file:
         size = file.tell()
         file.seek(max(size - 1, 0))
         file.write(b"\n" * (file.read(1) not in (b"\n", b"")) + text.encode() + b"\n")

@@ -315,6 +315,12 @@ def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
             cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
             if isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp"):
                 error = cause  # type: ignore[assignment]
+            answer_of_s3 = getattr(error.__cause__, "response", None)
+            if isinstance(answer_of_s3, dict) and answer_of_s3.get("Error", {}).get("Code") in (
+                "PreconditionFailed",
+                "412",
+            ):
+                raise FileExistsError(errno.EEXIST, "already exists", shown) from None  # s3fs says so of AWS alone
             # of the hub's library, of aiohttp
             status = getattr(getattr(error, "response", None), "status_code", getattr(error, "status", None))
             if status == 404 or isinstance(error, FileNotFoundError):

@@ -11,7 +11,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from megabert.common.files import canonical
+from megabert.common.files import add_path_when_full, canonical
 from megabert.config import Config
 from megabert.distributed.ranks import World, on_main
 
@@ -49,6 +49,6 @@ class RateRecord:
         """Append the record of an update. On rank 0 only."""
         if self._writes:
             values = (step, cursor, seconds, rate)
-            with open(self._path, "ab") as file:
+            with add_path_when_full(self._path), open(self._path, "ab") as file:
                 file.truncate(file.tell() // RECORD.size * RECORD.size)
                 file.write(RECORD.pack(*values, self._crc(*values)))

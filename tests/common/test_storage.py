@@ -16,7 +16,7 @@ import pytest
 from megabert.common import errors, storage
 from megabert.common.errors import Failed
 from tests.helpers import web_folder
-from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE, Proxy
+from tests.helpers.object_store import BARE, DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE, Proxy
 
 pytest.importorskip("s3fs")
 DATA = bytes(range(256)) * 8_000
@@ -74,7 +74,9 @@ def test_a_version_changes_with_the_content_alone(proxy: Proxy) -> None:
     assert after.size == before.size and after.stamp != before.stamp
 
 
-def test_of_two_that_create_an_object_one_does(proxy):
+@pytest.mark.parametrize("answer", [PASS, BARE])
+def test_of_two_that_create_an_object_one_does(answer, proxy):
+    proxy.fault = lambda method, path, number: answer
     with ThreadPoolExecutor(8) as threads:
         won = list(threads.map(lambda n: storage.create("s3://shelf/lock", b"%d" % n), range(8)))
     assert won.count(True) == 1 and storage.read("s3://shelf/lock") == b"%d" % won.index(True)
