@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import pipeline
-from data_prep.common.errors import BadInput, Problems, describe_losses
+from data_prep.common import utf8
+from data_prep.common.errors import EMPTY, BadInput, Problems, describe_losses
 from data_prep.common.records import Corpus, RangeList, source_names
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stages, write_json
@@ -24,7 +25,9 @@ from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText
 from data_prep.filters import classifiers, functions
 from data_prep.options import BuildOptions
-from data_prep.readers.boundaries import KINDS, text_documents
+from data_prep.readers import detection
+from data_prep.readers.boundaries import describe_guess, text_documents
+from data_prep.readers.documents import HIDDEN_MEMBER, NO_DOCUMENT
 from data_prep.readers.tasks import list_ranges
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
@@ -33,6 +36,9 @@ from megabert.common.files import write_atomically
 from megabert.common.logs import log
 from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
+
+# reasons of problems under both policies
+COUNTED_ALWAYS = {EMPTY, HIDDEN_MEMBER, NO_DOCUMENT, detection.INDEX, utf8.REPLACED}
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,10 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     problems = Problems(plan.on_error)
     ranges = _list_input(plan, problems)
     account = describe_input(plan, ranges)
-    if plan.url and not output_folder.prepare_url(plan.url, account, overwrite):
+    if plan.url and not output_folder.prepare_url(plan.url, account, overwrite, plan.on_error):
         shutil.rmtree(plan.folder, ignore_errors=True)  # of a build that was killed while it removed this
         return None
-    with output_folder.opened(plan.folder, account, overwrite, _sources(plan, ranges)) as work:
+    with output_folder.opened(plan.folder, account, overwrite, _sources(plan, ranges), on_error=plan.on_error) as work:
         if work is None:
             if plan.url:  # killed while the last files were uploaded
                 output_folder.publish(plan.url, plan.folder, progress)
@@ -82,6 +88,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
             problems=problems,
             datasets=datasets,
         )
+        facts["lacks_bad_input"] = plan.on_error == "skip" and bool(facts["problems"].keys() - COUNTED_ALWAYS)
         _commit(plan.folder, datasets, tokenizer, facts, account)
     if plan.url:
         output_folder.publish(plan.url, plan.folder, progress)
@@ -109,7 +116,7 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
     problems = Problems(plan.on_error)
     ranges = _list_input(plan, problems)
     account, sources = describe_input(plan, ranges), _sources(plan, ranges)
-    with output_folder.opened(plan.folder, account, sources=sources, part=True) as work:
+    with output_folder.opened(plan.folder, account, sources=sources, part=True, on_error=plan.on_error) as work:
         if work is None:
             return False
         with Stages(work, executor, progress) as stages:
@@ -178,9 +185,7 @@ def _sources(plan: BuildPlan, ranges: list[RangeList]) -> Iterator[str]:
 def _job(plan: BuildPlan, work: Path, ranges: list[RangeList]) -> BuildJob:
     folders = text_documents(plan.corpora, ranges, plan.options.read)
     for folder, kind in folders:
-        log.info(
-            f"{folder}: a document of plain text is {KINDS[kind]}, by its first bytes; --text-documents decides otherwise"
-        )
+        log.info(describe_guess(folder, kind))
     return BuildJob(
         plan.options,
         tokenizer="",

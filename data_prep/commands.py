@@ -50,8 +50,9 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 def _add_build(p: argparse.ArgumentParser) -> None:
     add = p.add_argument
     add("--input", nargs="+", required=True, metavar="[NAME=]PATH",
-        help="files, folders, globs, or the word pydoc: MediaWiki XML dumps, WikiExtractor output, text, JSON lines and arrays, CSV, WET "
-        "(each also .gz .bz2 .xz .zst), Parquet, Arrow, zip and tar archives; NAME= starts a corpus of that name")  # fmt: skip
+        help="files, folders or globs (MediaWiki XML dumps, WikiExtractor output, text, JSON lines and arrays, CSV, TSV, WET, each also "
+        ".gz .bz2 .xz .zst; Parquet, Arrow, zip, tar), or the word pydoc (this machine's documentation); NAME= starts a corpus of that "
+        "name")  # fmt: skip
     add("--output", required=True, metavar="DIR",
         help="folder of the dataset, or a URL: built in ~/.cache/megabert/builds, shards uploaded as they are written")  # fmt: skip
     add("--weight", nargs="+", default=[], metavar="NAME=W",

@@ -143,6 +143,8 @@ class BuildOptions:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
         if "near" in self.dedup:
             require_packages("--dedup near", "near", "rensa")
+        if not self.text_field.strip("+. "):
+            raise BadInput(f"--text-field {self.text_field!r}: has no name of a field")
         assert self.rules is not None and self.custom_filters is not None
 
     @cached_property

@@ -11,6 +11,7 @@ from typing import Any
 
 from megabert.common.errors import FAILED, exit_code
 
+EMPTY = "empty file"
 # files named for a reason
 NAMED_FILES = 5
 # reason -> {"bytes": lost bytes as far as they are known, "files": the first NAMED_FILES with such places, in order}
@@ -20,6 +21,11 @@ Losses = dict[str, dict[str, Any]]
 def printable(path: str) -> str:
     """A file's name in which bytes that are not UTF-8, surrogates in Python, are U+FFFD."""
     return os.fsencode(path).decode(errors="replace")
+
+
+def counted(count: int, plural: str) -> str:
+    """`1 file`, `1,000 files`."""
+    return f"{count:,} {plural.removesuffix('s') if count == 1 else plural}"
 
 
 class BadInput(ValueError):
@@ -63,7 +69,9 @@ class Problems:
 
     Policy "stop" raises at the first bad place, "skip" drops the bad part. `counts` maps a reason to the number of bad places
     under "skip" (empty files are counted under both policies), `lost` to the bytes and files; `dropped` maps a rule to the number
-    of valid documents that it dropped, e.g. redirects, `changed` to the places where it changed the text of a document.
+    of valid documents that it dropped, e.g. redirects, `changed` to the places where it changed the text of a document; `formats`
+    maps a format to the number of files and members read as such, `guesses` a kind of documents of plain text to the archives, and
+    files outside a folder's sample, for which it was chosen.
     """
 
     def __init__(self, policy: str) -> None:
@@ -72,6 +80,12 @@ class Problems:
         self.lost: Losses = {}
         self.dropped: Counter[str] = Counter()
         self.changed: Counter[str] = Counter()
+        self.formats: Counter[str] = Counter()
+        self.guesses: dict[str, dict[str, None]] = {}
+
+    def total(self) -> int:
+        """The number of places and documents that were dropped."""
+        return self.counts.total() + self.dropped.total()
 
     def bad(
         self, path: str, at: int | None, reason: str, detail: str = "", unit: str = "byte", size: int = 0, places: int = 1

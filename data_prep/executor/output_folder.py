@@ -62,7 +62,12 @@ def local_folder(url: str) -> Path:
 
 @contextlib.contextmanager
 def opened(
-    output: Path, account: dict[str, Any], overwrite: bool = False, sources: Iterable[str] = (), part: bool = False
+    output: Path,
+    account: dict[str, Any],
+    overwrite: bool = False,
+    sources: Iterable[str] = (),
+    part: bool = False,
+    on_error: str = "skip",
 ) -> Iterator[Path | None]:
     """The work folder of the build of `account`, or None if the dataset is complete. One build at a time, or several jobs that each
     read a `part`. `sources` are the input files: none may be in `output`, which may be cleared.
@@ -74,6 +79,7 @@ def opened(
     created, work = not output.exists(), output / WORK
     with _locked(output, shared=part):
         if not overwrite and _is_done(output, account):
+            _refuse_skipped(output, on_error)
             if work.exists() and not part:  # the process that completed the build was killed while deleting it
                 _remove_work(work)
             yield None
@@ -139,6 +145,18 @@ def _is_done(output: Path, account: dict[str, Any]) -> bool:
     return True
 
 
+def _refuse_skipped(output: str | Path, on_error: str) -> None:
+    """Raises BadInput for a complete dataset without the bad input that --on-error skip dropped, if `on_error` is stop."""
+    if on_error != "stop":
+        return
+    report = storage.join(os.fspath(output), REPORT)
+    facts = json.loads(storage.read(report) if storage.is_url(report) else Path(report).read_bytes())
+    if facts.get("lacks_bad_input"):
+        raise BadInput(
+            f"{report}: the dataset lacks bad input, which --on-error skip dropped; give it again, or --overwrite"
+        )
+
+
 def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -> None:
     """Create the work folder of the build of `account`, or check that an existing one belongs to it.
 
@@ -152,7 +170,7 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -
         if not changed:
             write_json(unfinished, account)
             return
-        if not overwrite:
+        if not overwrite and (part or _has_results(output / WORK)):
             raise BadInput(
                 f"--output {output}: holds an unfinished build with other options or code ({changed}); use those to resume it, "
                 "or --overwrite to start again"
@@ -163,6 +181,11 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -
         clear(output)
         (output / WORK).mkdir(exist_ok=True)
     write_json(unfinished, account)
+
+
+def _has_results(work: Path) -> bool:
+    """Whether items of an unfinished build are finished, other than unpacked text, which other options can use."""
+    return any(path.parent.name != UNPACK and path.stem != UNPACK for path in (work / FOLDER).rglob("*.json"))
 
 
 def code() -> dict[str, str | None]:
@@ -250,7 +273,7 @@ def _remove_work(work: Path) -> None:
         log.warning(f"the dataset is complete, but {describe(error)}: remove {work} by hand")
 
 
-def prepare_url(url: str, account: dict[str, Any], overwrite: bool) -> bool:
+def prepare_url(url: str, account: dict[str, Any], overwrite: bool, on_error: str = "skip") -> bool:
     """Prepare `url` for the upload of a build; returns False if its datasets are already complete there.
 
     Mutates the store: with `overwrite` it deletes all objects of another build, manifests first, and it writes
@@ -264,6 +287,7 @@ def prepare_url(url: str, account: dict[str, Any], overwrite: bool) -> bool:
         changed = _changes(storage.read(place), place, account)
     places = folders(Path(), account["options"]["seq_len"]).values()
     if not changed and all((place / MANIFEST).as_posix() in found for place in places):
+        _refuse_skipped(url, on_error)
         return False
     if foreign := [name for name in found if not OURS.fullmatch(name.partition("/")[0])]:
         raise BadInput(f"--output {url}: holds {foreign[0]}, which no build wrote; name another URL")

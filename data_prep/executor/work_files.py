@@ -25,7 +25,7 @@ from megabert.common.files import atomic_file
 from megabert.data.tokenizer import Tokenizer
 
 # fields of a result that are sums
-SUMS = ("counts", "problems", "dropped", "changed", "lengths")
+SUMS = ("counts", "problems", "dropped", "changed", "formats", "lengths")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def id_dtype(job: BuildJob) -> np.dtype:
 class ItemResult:
     """The result of an item of work, or the sum of several.
 
-    `counts`: documents, sentences, tokens, …; `problems`, `lost` and `changed`: see `errors.Problems`; `dropped`:
+    `counts`: documents, sentences, tokens, …; `problems`, `lost`, `changed` and `formats`: see `errors.Problems`; `dropped`:
     documents by reason; `lengths`: sequences by number of tokens; `facts`: values for the next stage, not summed.
     """
 
@@ -92,6 +92,7 @@ class ItemResult:
     lost: Losses = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
     facts: dict[str, Any] = field(default_factory=dict)
     # name -> bytes, CRC-32
@@ -104,14 +105,16 @@ class ItemResult:
     @staticmethod
     def of(problems: Problems, size: int = 0) -> ItemResult:
         """A result that shares its counters but `dropped` with `problems`, so that later problems show up in it."""
-        return ItemResult(problems=problems.counts, lost=problems.lost, changed=problems.changed, size=size)
+        return ItemResult(
+            problems=problems.counts, lost=problems.lost, changed=problems.changed, formats=problems.formats, size=size
+        )
 
     def as_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> ItemResult:
-        result = ItemResult(**raw | {name: Counter(raw[name]) for name in SUMS})
+        result = ItemResult(**raw | {name: Counter(raw.get(name, {})) for name in SUMS})
         result.lengths = Counter({int(length): count for length, count in raw["lengths"].items()})
         result.files = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
         return result

@@ -46,13 +46,13 @@ class FilterFunction:
             verdict = _load(self)(text, dict(metadata))
             if not isinstance(verdict, bool | str):
                 raise TypeError(f"returned {verdict!r:.40}, must return True, False or a reason")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._mistake(error, f"{metadata['source']}: document at {metadata['document']}: ") from error
         if isinstance(verdict, str):
             return f"{self.name}: {verdict}"
         return "" if verdict else self.name
 
-    def _mistake(self, error: Exception, where: str = "") -> BadInput:
+    def _mistake(self, error: BaseException, where: str = "") -> BadInput:
         line = " ".join(f"{type(error).__name__}: {error}".split())
         return BadInput(f"--filters {self.path}:{self.name}: {where}{line}")
 
@@ -62,7 +62,7 @@ def _load(function: FilterFunction) -> Callable[[str, dict[str, Any]], Any]:
     """The function, wrapped to have two arguments."""
     try:
         call = runpy.run_path(function.path).get(function.name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise function._mistake(error) from error
     if not callable(call):
         raise BadInput(f"--filters {function.path}:{function.name}: the file has no function of that name")

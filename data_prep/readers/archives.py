@@ -43,9 +43,10 @@ def names_and_size(path: str) -> tuple[set[str], int]:
     return {info.filename for info in infos}, sum(info.file_size for info in read)
 
 
-def members(part: FileRange) -> Iterator[Member]:
-    """The members of an archive; each must be read before the next. Raises DamagedArchive."""
-    yield from _zip_members(part.path) if part.format == "zip" else _tar_members(part)
+def members(part: FileRange, left_out: Callable[[str], object] = str) -> Iterator[Member]:
+    """The members of an archive; each must be read before the next. Raises DamagedArchive. `left_out` is called with the names of
+    skipped ones other than folders."""
+    yield from _zip_members(part.path, left_out) if part.format == "zip" else _tar_members(part, left_out)
 
 
 def chunks(path: str, member: Any, size: int) -> Iterator[bytes]:
@@ -71,7 +72,7 @@ def _is_bomb(info: zipfile.ZipInfo) -> bool:
     return info.file_size > max(BOMB_BYTES, BOMB_RATIO * info.compress_size)
 
 
-def _zip_members(path: str) -> Iterator[Member]:
+def _zip_members(path: str, left_out: Callable[[str], object]) -> Iterator[Member]:
     with open_regular(path) as file:
         try:
             archive = zipfile.ZipFile(file)
@@ -79,8 +80,12 @@ def _zip_members(path: str) -> Iterator[Member]:
             refuse_failure(error)
             raise DamagedArchive(f"{path}: damaged zip archive ({error})") from None
         for info in archive.infolist():
-            if not info.is_dir() and _is_shown(info.filename):
+            if info.is_dir():
+                continue
+            if _is_shown(info.filename):
                 yield info.filename, info.file_size, partial(_open_zipped, archive, info, path)
+            else:
+                left_out(info.filename)
 
 
 def _open_zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> IO[bytes]:
@@ -114,7 +119,7 @@ def _unpacked(part: FileRange) -> Iterator[bytes]:
         raise DamagedArchive(str(error)) from None
 
 
-def _tar_members(part: FileRange) -> Iterator[Member]:
+def _tar_members(part: FileRange, left_out: Callable[[str], object]) -> Iterator[Member]:
     stream = decompress.as_file(_unpacked(part))
     last = "its first member"
     try:
@@ -124,6 +129,8 @@ def _tar_members(part: FileRange) -> Iterator[Member]:
                 archive.members.clear()  # type: ignore[attr-defined]
                 if info.isreg() and _is_shown(info.name):
                     yield info.name, info.size, cast(Callable[[], IO[bytes]], partial(archive.extractfile, info))
+                elif not info.isdir():
+                    left_out(info.name)
             rest = iter(partial(cast(IO[bytes], archive.fileobj).read, 1 << 20), b"")
             if any(chunk.strip(b"\0") for chunk in rest):
                 raise DamagedArchive(

@@ -55,6 +55,10 @@ KINDS = {
 }
 
 
+def describe_guess(where: str, kind: str) -> str:
+    return f"{where}: a document of plain text is {KINDS[kind]}, by its first bytes; --text-documents decides otherwise"
+
+
 class TextSample(NamedTuple):
     """The first bytes of a file of plain text, the bytes of its whole text (roughly), and whether `head` is all of it."""
 

@@ -18,7 +18,7 @@ from data_prep.readers.streams import NULL, Stream
 from megabert.common.tables import field_names, join
 
 # names of TSV files, also packed ones
-TSV_NAME = re.compile(rf"\.tsv({'|'.join(map(re.escape, SUFFIXES))})?$")
+TSV_NAME = re.compile(rf"\.tsv({'|'.join(map(re.escape, SUFFIXES))})?$", re.IGNORECASE)
 # separators of values, in the order in which they are tried
 DELIMITERS = ",\t;|"
 # lines of the first row at most, and those by which separators are compared
@@ -84,6 +84,8 @@ def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting
             continue
         wanted = field_names(text_field, names)
         if set(wanted) <= set(names):
+            if twice := next((name for name in wanted if names.count(name) > 1), ""):
+                raise NoTextField(f"{stream.path}: line 1: two columns {twice!r}; rename one, or give its number")
             return [names.index(name) for name in wanted], len(names), delimiter, rows.line_num
         if numbers and max(map(int, numbers)) <= len(names):
             found = [int(n) - 1 for n in numbers], len(names), delimiter, 0

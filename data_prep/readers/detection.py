@@ -25,10 +25,12 @@ HEAD_BYTES = 1 << 18
 BOM = b"\xef\xbb\xbf"
 TAR_MAGIC_AT = 257
 # endings of compressed tars
-TAR_NAME = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$")
-# share of bytes that are not UTF-8, or control characters, up to which a file of an unknown suffix is text
+TAR_NAME = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$", re.IGNORECASE)
+# share of control characters, and for an unknown suffix also of bytes that are not UTF-8, up to which a file is text
 MOST_NOISE = 0.1
 TEXT_SUFFIXES = ("", ".txt", ".text")
+# files of these names are not text, whatever they hold
+MARKUP_SUFFIXES = (".json", ".html", ".htm", ".xhtml", ".xml")
 CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\v\f\r\x1b")
 # a file beside a multistream dump, which is left out and counted: "offset:id:title" of each page
 INDEX = "index of a dump, left out"
@@ -77,6 +79,8 @@ BEGINNINGS: tuple[tuple[bytes, str | Refusal], ...] = (
     (rb"(?-i:ORC[\x00-\x08\x0e-\x1f]|Obj\x01)", ("an ORC or Avro table", "convert it to Parquet")),
     (rb"(?:\x93NUMPY|\x89HDF)", ("an array of numbers", "it has no text")),
     (rb"(?:\xff\xfe|\xfe\xff)", ("UTF-16 text", "convert it: iconv -f utf-16 -t utf-8 FILE > FILE.txt")),
+    (rb"[^\x1b]*\x1b(?:\$[@AB()]|\(J)",
+     ("text in ISO-2022-JP, -KR or -CN", "convert it: iconv -f iso-2022-jp -t utf-8 FILE > FILE.txt")),
 )  # fmt: skip
 # documents that are zip archives, by a member that identifies them
 ZIPPED: dict[str, Refusal] = {
@@ -98,7 +102,7 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
     """
     with open_regular(file.path) as opened:
         head = opened.read(HEAD_BYTES)
-    suffix = os.path.splitext(storage.public(file.path))[1]
+    suffix = os.path.splitext(storage.public(file.path))[1].lower()
     compression = detect_compression(head)
     if suffix in SUFFIXES and compression != SUFFIXES[suffix]:
         raise BadInput(f"{file.path}: byte 0: not {SUFFIXES[suffix]} data despite its suffix {suffix}; rename the file")
@@ -140,7 +144,7 @@ def _refused(path: str, what: str, advice: str) -> UnknownFormat:
 def _detect_text(path: str, head: bytes, whole: bool) -> str:
     """Raises UnknownFormat for a file that is not text, or of a format that is not read."""
     # of a member `ARCHIVE: NAME` too
-    stem, suffix = os.path.splitext(storage.public(path.rpartition(": ")[2]))
+    stem, suffix = os.path.splitext(storage.public(path.rpartition(": ")[2]).lower())
     if suffix in SUFFIXES:
         suffix = os.path.splitext(stem)[1]
     start = head.removeprefix(BOM).lstrip()
@@ -156,8 +160,9 @@ def _detect_text(path: str, head: bytes, whole: bool) -> str:
         raise _refused(path, "a shard of a MosaicML MDS dataset", MDS)
     if suffix == ".bin" and os.path.exists(path.removesuffix(".bin") + ".idx"):
         raise _refused(path, "a Megatron dataset", MEGATRON)
-    if head.count(0) > len(head) // 4:
-        raise UnknownFormat(f"{path}: binary data (or UTF-16: convert it to UTF-8 first)")
+    if _controls(head) > MOST_NOISE * len(head.strip(SPACE)):
+        advice = "convert it: iconv -f NAME -t utf-8 FILE > FILE.txt"
+        raise UnknownFormat(f"{path}: binary data, or text in another encoding such as UTF-16; {advice}")
     if re.match(rb"WARC/\d", start):
         if b"WARC-Type: response" in head and b"WARC-Type: conversion" not in head:
             advice = "take its WET file (.warc.wet.gz), or extract the text with trafilatura"
@@ -171,9 +176,14 @@ def _detect_text(path: str, head: bytes, whole: bool) -> str:
         return "json"
     if start.startswith(b"{") and _is_jsonl(path, suffix, start, whole):
         return "jsonl"
-    if re.match(rb"<[a-z][\w:-]*(?:\s[^<>]*)?>", start, re.IGNORECASE) and start.count(b"</") >= 3:
+    if re.match(PROLOG + rb"<[a-z][\w:-]*(?:\s[^<>]*)?>", start, re.IGNORECASE) and start.count(b"</") >= 3:
         advice = "convert it by pandoc -t plain, xmlstarlet or trafilatura, or --format text if the tags are text"
         raise _refused(path, "XML or HTML", advice)
+    if suffix in MARKUP_SUFFIXES and start:
+        name = suffix[1:].upper()
+        raise UnknownFormat(
+            f"{path}: {name} by its name, but not such as is read; convert it, or --format text if it is text"
+        )
     if suffix in TEXT_SUFFIXES or _is_text(head, whole):
         return "text"
     raise UnknownFormat(
@@ -205,8 +215,11 @@ def _is_jsonl(path: str, suffix: str, start: bytes, whole: bool) -> bool:
     return is_object
 
 
+def _controls(head: bytes) -> int:
+    return len(head) - len(head.translate(None, CONTROLS))
+
+
 def _is_text(head: bytes, whole: bool) -> bool:
-    controls = len(head) - len(head.translate(None, CONTROLS))
     undecoded = head.decode(errors="replace").count("\ufffd") - head.count(b"\xef\xbf\xbd")
     cut = 0 if whole else 1  # the last character may be cut
-    return controls + undecoded - cut <= MOST_NOISE * len(head.strip(SPACE)) and head.count(0) == 0
+    return _controls(head) + undecoded - cut <= MOST_NOISE * len(head.strip(SPACE)) and head.count(0) == 0

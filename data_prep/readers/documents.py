@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import TypeVar
 
-from data_prep.common.errors import BadInput, Damaged, NoTextField, Problems, Unfinished, UnknownFormat
+from data_prep.common.errors import EMPTY, BadInput, Damaged, NoTextField, Problems, Unfinished, UnknownFormat
 from data_prep.common.records import ARCHIVES, AUTO, PYDOC, TABLES, FileRange, RawDocument, ReadOptions
 from data_prep.readers import archives, boundaries, decompress, detection, files, lines, mediawiki, pydoc_corpus
 from data_prep.readers.archives import DamagedArchive
@@ -21,7 +21,7 @@ from data_prep.readers.csv_rows import split_csv
 from data_prep.readers.decompress import PLAIN_CHUNK
 from data_prep.readers.elements import ELEMENTS, split_wiki
 from data_prep.readers.json_records import split_json, split_jsonl
-from data_prep.readers.streams import HEAD, NO_FIELD, Document, Stream
+from data_prep.readers.streams import NO_FIELD, Document, Stream
 from data_prep.readers.tables import read_table
 from data_prep.readers.wet import split_wet
 
@@ -29,6 +29,8 @@ from data_prep.readers.wet import split_wet
 UNKNOWN = "unknown format"
 DAMAGED = "damaged or truncated file"
 UNREADABLE_MEMBER = "unreadable member of an archive"
+# counted under "stop" too
+NO_DOCUMENT, HIDDEN_MEMBER = "file without a document", "hidden member of an archive, or a link, left out"
 # of a file that is dropped, by its error; else DAMAGED
 REASONS: dict[type[BadInput], str] = {UnknownFormat: UNKNOWN, NoTextField: NO_FIELD}
 
@@ -50,7 +52,16 @@ def read_documents(
     part: FileRange, options: ReadOptions, problems: Problems, folder: str = ""
 ) -> Iterator[RawDocument]:
     """Documents of a range in file order; bad places follow the policy of `problems`. `folder` is the work folder."""
-    yield from watch(part, _documents(part, options, problems, folder), problems)
+    before, found = problems.total(), False
+    guessing, known = options.text_documents == AUTO and not part.start, options.kind_in(part.path)
+    for document in watch(part, _documents(part, options, problems, folder), problems):
+        if guessing and document.kind and (not known or document.path != part.path):
+            problems.guesses.setdefault(document.kind, {})[part.path] = None
+        found = True
+        yield document
+    is_whole = not part.start and (part.end is None or part.size == (part.stamp or (0,))[0])
+    if is_whole and not found and problems.total() == before and part.format != PYDOC:
+        problems.add(part.path, NO_DOCUMENT, part.size)
 
 
 def watch(part: FileRange, items: Iterator[Item], problems: Problems) -> Iterator[Item]:
@@ -88,6 +99,8 @@ def _change(part: FileRange) -> str:
 
 def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder: str) -> Iterator[RawDocument]:
     part = part if part.opened else detection.identify(part, options)
+    if part.format in (PYDOC, *TABLES) and not part.start:
+        problems.formats[part.format] += 1
     yield from SOURCES.get(part.format, _read_text)(part, options, problems, folder)
 
 
@@ -106,7 +119,11 @@ def _read_members(part: FileRange, options: ReadOptions, problems: Problems, fol
     kind = options.text_documents
     if kind == AUTO:
         kind = boundaries.decide_members(part, options)
-    for name, size, open_member in archives.members(part):
+
+    def left_out(name: str) -> None:
+        problems.add(f"{part.path}: {name}", HIDDEN_MEMBER)
+
+    for name, size, open_member in archives.members(part, left_out):
         path = f"{part.path}: {name}"
         try:
             with open_member() as content:
@@ -136,6 +153,7 @@ def _read_text(part: FileRange, options: ReadOptions, problems: Problems, folder
     if not kind and part.start and part.format == "text":  # else by its first chunk
         kind = boundaries.decide_files([part], options) or "file"
     stream = Stream(part.path, iter(()), options, problems, part.format, kind, start=part.start, end=part.end)
+    stream.first = not part.start
     if part.start and part.format == "mediawiki":
         stream.no_text = _no_text(replace(part, start=0, end=None, size=0), folder)
     head = b""
@@ -153,9 +171,10 @@ def _read_text(part: FileRange, options: ReadOptions, problems: Problems, folder
     else:
         stream.begin = part.start
         if part.start and part.format not in ELEMENTS:
-            head = _read_at(part, folder, 0, HEAD)
+            head = _read_at(part, folder, 0, PLAIN_CHUNK)
             stream.begin = lines.find_start(
-                lambda at, size: lines.with_line_feeds(_read_at(part, folder, at, size), head),
+                # one more byte, since a CR at the end may be half of a line end
+                lambda at, size: lines.with_line_feeds(_read_at(part, folder, at, size + 1), head)[:size],
                 part.start,
                 "line" if part.format == "jsonl" else kind,
             )
@@ -191,7 +210,7 @@ def _split(stream: Stream, head: bytes = b"", compression: str = "") -> Iterator
     first = next(stream.chunks, b"")
     if not first:
         if problems.counts.total() == before:  # otherwise the file is damaged from its start, which is already counted
-            problems.add(stream.path, "empty file")
+            problems.add(stream.path, EMPTY)
         return
     if stream.format in (AUTO, *TABLES):
         stream.format = detection.detect(stream.path, first, stream.options, compression)
@@ -203,15 +222,16 @@ def _split(stream: Stream, head: bytes = b"", compression: str = "") -> Iterator
     if stream.format == detection.INDEX:
         problems.add(stream.path, detection.INDEX)
         return
+    if stream.first:
+        problems.formats[stream.format] += 1
     if stream.format == "text" and not stream.kind:
         stream.kind = boundaries.decide([TextSample(first[:PLAIN_CHUNK], len(first), len(first) < PLAIN_CHUNK)])
+    head = head or first[:PLAIN_CHUNK]
     if stream.begin == 0 and first.startswith(detection.BOM):
         first, stream.begin = first[3:], 3
-    head = head or first[:HEAD]
     stream.chunks = chain([first], stream.chunks)
     markup, kind = stream.format in ELEMENTS, stream.kind if stream.format == "text" else ""
     if not markup:
-        chunks = stream.chunks
-        stream.chunks = (lines.with_line_feeds(chunk, head) for chunk in chunks)
+        stream.chunks = lines.chunks_with_line_feeds(stream.chunks, head)
     for place, text in SPLITTERS[stream.format](stream):
         yield RawDocument(stream.path, place, text, markup, kind)

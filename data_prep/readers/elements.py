@@ -12,8 +12,9 @@ from data_prep.readers.streams import LONG_DOCUMENT, UNCLOSED, Slice, Stream
 
 # formats whose documents are elements: they can be found from any byte on, and their paragraphs are lines
 ELEMENTS = ("wiki", "mediawiki")
-# a change of text
-OUTSIDE = "text after an end tag"
+# changes of text
+OUTSIDE, BETWEEN = "text after an end tag", "text outside of a <doc>"
+NO_ELEMENT = "no document in markup"
 DOC_TAG = re.compile(rb'<doc(?:\s+[\w:.-]+="[^"]*")*\s*>')
 TITLE = re.compile(rb'\stitle="(.*?)"(?:>|\s+[\w:.-]+=")')
 
@@ -21,15 +22,18 @@ TITLE = re.compile(rb'\stitle="(.*?)"(?:>|\s+[\w:.-]+=")')
 def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]:
     """Elements `name`, without their end tag, that begin before the end of the range.
 
-    `opening` is the pattern of the start tag, up to its attributes. Text between elements is ignored; text before an
-    unmatched end tag is counted. An element is unclosed if another one begins, or the file ends, inside it.
+    `opening` is the pattern of the start tag, up to its attributes. Text between elements is ignored (that of a dump's siteinfo) or
+    counted (for `doc`), and so is text before an unmatched end tag. An element is unclosed if another one begins, or the file ends,
+    inside it. A file without an element is bad; its first range is read until there is one.
     """
     closing = b"</%s>" % name.encode()
     tags = re.compile(opening + b"|" + closing)
     base = stream.begin  # offset of the buffer
     begin: int | None = None  # offset of the open element
-    inside = base > 0  # the range may begin in an element of the one before
+    inside = not stream.first  # the range may begin in an element of the one before
     is_long = False  # the open element, which is reported with its bytes at the next tag
+    none_yet = stream.first  # no element in the file so far
+    outside = False  # whether there is text since the last element
     buffer, at = b"", 0  # at: end of the searched part of `buffer`
 
     def bad(start: int, end: int) -> None:
@@ -44,31 +48,40 @@ def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]
         buffer += chunk
         for match in tags.finditer(buffer, at):
             place = base + match.start()
+            outside = begin is None and not inside and (outside or bool(buffer[at : match.start()].strip()))
             if match.group() != closing:
+                if outside and name == "doc":
+                    stream.problems.changed[BETWEEN] += 1
                 if begin is not None:
                     bad(begin, place)
                 if stream.end is not None and place >= stream.end:
                     return
-                begin = place
+                begin, none_yet = place, False
             elif begin is not None:
                 if is_long or place - begin > streams.MAX_DOCUMENT:
                     bad(begin, place)
                 else:
                     yield begin, buffer[begin - base : match.start()]
                 begin = None
-            elif not inside and buffer[at : match.start()].strip():
+            elif outside:
                 stream.problems.changed[OUTSIDE] += 1
-            inside, is_long, at = False, False, match.end()
-        at = max(at, len(buffer) - len(closing) + 1)  # the rest may be a partial tag
+            inside, is_long, outside, at = False, False, False, match.end()
+        rest = max(at, len(buffer) - len(closing) + 1)  # what follows may be a partial tag
+        outside = begin is None and not inside and (outside or bool(buffer[at:rest].strip()))
+        at = rest
         if begin is not None and not is_long and base + at - begin > streams.MAX_DOCUMENT:
             bad(begin, begin + streams.MAX_DOCUMENT + 1)
             begin, is_long = begin + streams.MAX_DOCUMENT + 1, True
-        if begin is None and stream.end is not None and base + at >= stream.end:
+        if begin is None and not none_yet and stream.end is not None and base + at >= stream.end:
             return
         cut = at if begin is None or is_long else begin - base
         buffer, base, at = buffer[cut:], base + cut, at - cut
     if begin is not None:
         bad(begin, base + len(buffer))
+    elif none_yet:
+        stream.bad(0, NO_ELEMENT, f"no <{name}> in it", base + len(buffer))
+    elif name == "doc" and not inside and (outside or buffer[at:].strip()):
+        stream.problems.changed[BETWEEN] += 1
 
 
 def split_wiki(stream: Stream) -> Iterator[Slice]:

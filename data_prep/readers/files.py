@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import BinaryIO
 
-from data_prep.common.errors import BadInput, Problems
+from data_prep.common.errors import BadInput, Problems, counted, printable
 from megabert.common import storage
 from megabert.common.logs import log
 
@@ -94,14 +94,14 @@ def folder_of_input(item: str) -> str:
 
 
 class InputNotices:
-    """Counts of files to tell the user about: skipped ones that only describe data, and those of evaluation splits."""
+    """Counts of files to tell the user about: those left out, by the reason, and those of evaluation splits."""
 
     SHOWN = 3
 
     def __init__(self) -> None:
         # number and first names of each kind
         self._counts = Counter[str]()
-        self._shown: dict[str, list[str]] = {"about": [], "evaluation": [], "other": []}
+        self._shown: dict[str, list[str]] = {}
         self._beside_split = ""
 
     def count_and_select(self, path: str, item: str) -> bool:
@@ -112,23 +112,33 @@ class InputNotices:
         kind = "about" if inside and ABOUT_DATA.fullmatch(names[-1]) else "evaluation" if split else "other"
         if kind == "evaluation" and not self._counts[kind]:
             self._beside_split = os.path.join(path[: path.rindex(split)], "train*")
-        self._counts[kind] += 1
-        if len(self._shown[kind]) < self.SHOWN:
-            self._shown[kind].append(path)
+        self.count(kind, path)
         return kind != "about"
+
+    def count(self, kind: str, path: str) -> None:
+        self._counts[kind] += 1
+        shown = self._shown.setdefault(kind, [])
+        if len(shown) < self.SHOWN:
+            shown.append(printable(storage.public(path)))
 
     def log(self) -> None:
         """A line for each kind."""
         n = self._counts
         shown = {kind: ", ".join(names) + ", …" * (n[kind] > self.SHOWN) for kind, names in self._shown.items()}
         if n["about"]:
-            log.info(
-                f"left out: {n['about']} files that describe data ({shown['about']}); to read them name them with --input"
-            )
+            those = f"{counted(n['about'], 'files')} that describe data ({shown['about']})"
+            log.info(f"left out: {those}; to read them name them with --input")
+        if n["hidden"]:
+            those = f"{counted(n['hidden'], 'hidden names')} ({shown['hidden']})"
+            log.info(f"left out: {those}; to read them name them with --input")
+        if n["repeated"]:
+            those = f"{counted(n['repeated'], 'files')} that an earlier input or link has ({shown['repeated']})"
+            log.info(f"left out: {those}")
         if n["evaluation"] and n["other"]:
+            those = f"{counted(n['evaluation'], 'files')} of a test or validation split"
             log.warning(
-                f"--input: {n['evaluation']} files of a test or validation split will be training text ({shown['evaluation']}); to "
-                f"leave them out name the others, as --input '{self._beside_split}'"
+                f"--input: {those} will be training text ({shown['evaluation']}); to leave them out name the others, "
+                f"as --input '{self._beside_split}'"
             )
 
 
@@ -140,14 +150,19 @@ def expand(item: str, problems: Problems, notices: InputNotices) -> Iterator[str
     if storage.is_url(item):
         item = _training_split(item) if HUB_DATASET.fullmatch(item) else item
         top = folder_of_input(item)
-        found = [each.url for each in storage.find(item) if not _is_hidden(each.url.removeprefix(top))]
+        found = []
+        for each in storage.find(item):
+            if _is_hidden(each.url.removeprefix(top)):
+                notices.count("hidden", each.url)
+            else:
+                found.append(each.url)
         if not found:
             raise BadInput(f"--input {item}: no such object or folder, and no object matches it")
         is_glob = bool(storage.glob_folder(item))
         yield from (url for url in found if notices.count_and_select(url, url if is_glob else item))
         return
     for path in matches(item, problems):
-        below = _walk(path, problems) if os.path.isdir(path) else (path,)
+        below = _walk(path, problems, notices) if os.path.isdir(path) else (path,)
         yield from (file for file in below if notices.count_and_select(file, path))
 
 
@@ -224,8 +239,8 @@ def _is_hidden(path: str) -> bool:
     return any(name.startswith(".") for name in path.split("/"))
 
 
-def _walk(top: str, problems: Problems) -> Iterator[str]:
-    """Files below a folder, sorted by path; all folders are read first."""
+def _walk(top: str, problems: Problems, notices: InputNotices) -> Iterator[str]:
+    """Files below a folder, sorted by path; all folders are read first. Hidden names are counted in `notices`."""
     # names in each folder, joined, since an input has millions of them
     listed: dict[str, str] = {}
     seen: set[tuple[int, int]] = set()
@@ -238,10 +253,13 @@ def _walk(top: str, problems: Problems) -> Iterator[str]:
                 continue
             seen.add((info.st_dev, info.st_ino))
             with os.scandir(folder) as entries:  # distinguishes folders and files without another system call
-                shown = {entry.name: _is_folder(entry) for entry in entries if not entry.name.startswith(".")}
+                every = {entry.name: _is_folder(entry) for entry in entries}
         except OSError as error:
             problems.unreadable(folder, error, "folder")
             continue
+        shown = {name: is_folder for name, is_folder in every.items() if not name.startswith(".")}
+        for name in sorted(every.keys() - shown.keys()):
+            notices.count("hidden", os.path.join(folder, name))
         names = sorted(shown)
         tables = any(name.endswith(".arrow") for name in names)
         waiting += [os.path.join(folder, name) for name in reversed(names) if shown[name]]

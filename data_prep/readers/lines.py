@@ -23,6 +23,7 @@ HEADING_LINE = re.compile(rb" ?= [^=\r\n][^\r\n]*(?<!=) =[ \t]*(?:\r?\n|\Z)")
 # separators; whitespace at the beginning and end of a document does not matter
 BLANK = re.compile(rb"\n[ \t\r]*\n[ \t\r\n]*")
 HEADING = re.compile(rb"\n(?=" + HEADING_LINE.pattern + rb")")
+LONE_CR = re.compile(rb"\r(?!\n)")
 LONG_LINE = "long line"
 
 
@@ -34,8 +35,18 @@ def split_text(stream: Stream) -> Iterator[Slice]:
 
 def with_line_feeds(text: bytes, head: bytes) -> bytes:
     """`text` with line feeds for carriage returns if its file, which begins with `head`, has no line feeds (classic Mac OS). The last byte
-    of `head` may be half of a line end."""
-    return text.replace(b"\r", b"\n") if b"\r" in head[:-1] and b"\n" not in head else text
+    of `head`, or of `text`, may be half of a line end."""
+    return LONE_CR.sub(b"\n", text) if b"\r" in head[:-1] and b"\n" not in head else text
+
+
+def chunks_with_line_feeds(chunks: Iterator[bytes], head: bytes) -> Iterator[bytes]:
+    """The chunks `with_line_feeds`; a CR at the end of one is with the next."""
+    held = b""
+    for chunk in chunks:
+        text, held = held + chunk, b"\r" * chunk.endswith(b"\r")
+        yield with_line_feeds(text[: len(text) - len(held)], head)
+    if held:
+        yield with_line_feeds(held, head)
 
 
 def find_start(read: Callable[[int, int], bytes], start: int, kind: str) -> int:

@@ -48,6 +48,8 @@ class Stream:
     begin: int = 0
     start: int = 0
     end: int | None = None
+    # whether it begins with its file, not with a later range of it
+    first: bool = True
     # whether a document can begin with the first byte; else that document belongs to the range before
     synced: bool = True
     # of a range of a MediaWiki dump, the namespaces of links without text, which the head of the file says

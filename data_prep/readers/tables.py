@@ -128,6 +128,8 @@ def _find_columns(path: str, schema: Any, text_field: str) -> list[list[str]]:
             if field is None:
                 names = ", ".join(field.name for field in has) or "none"
                 raise _NoColumn(f"{path}: no column {name!r} (it has {names}); name one with --text-field")
+            if [other.name for other in has].count(field.name) > 1:
+                raise _NoColumn(f"{path}: two columns {field.name!r}; rename one")
             path_of.append(field.name)
             type_ = field.type
             inner = type_.value_type if part.endswith("[]") and _is_list(type_) else type_

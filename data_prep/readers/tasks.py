@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
-from data_prep.common.errors import BadInput, Problems, add_losses, refuse_failure
+from data_prep.common.errors import EMPTY, BadInput, Problems, add_losses, refuse_failure
 from data_prep.common.records import (
     AUTO,
     PYDOC,
@@ -93,6 +93,8 @@ def list_ranges(
                     problems.counts += its_problems.counts
                     add_losses(problems.lost, its_problems.lost)
                     yield from (replace(part, source=source) for part in parts)
+                else:
+                    notices.count("repeated", real)
 
     ranges = [RangeList(corpus_ranges(number, corpus)) for number, corpus in enumerate(corpora)]
     notices.log()
@@ -117,7 +119,7 @@ def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile:
         suffix = os.path.splitext(storage.public(path))[1]
         small = min(SMALL, RANGE_BYTES // EXPANSION)
         if not size:
-            problems.add(path, "empty file")
+            problems.add(path, EMPTY)
         elif suffix in NAMED and size < (small // EXPANSION if NAMED[suffix] else small):
             format_ = suffix[1:] if suffix[1:] in TABLES and options.format == AUTO else options.format
             ranges = [replace(whole, compression=NAMED[suffix], format=format_, opened=False)]

@@ -14,6 +14,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from data_prep.common.errors import BadInput
+from data_prep.common.errors import BadInput, WorkerDied
 from data_prep.executor.pool import interrupts_blocked
 from megabert.common import storage
 from megabert.data import shards
@@ -87,7 +88,12 @@ def verify(folder: str | os.PathLike[str], workers: int = 1, progress: bool = Fa
             if isinstance(part, str):
                 yield part
             else:
-                yield from next(results)
+                try:
+                    yield from next(results)
+                except BrokenProcessPool:
+                    raise WorkerDied(
+                        "a worker process died (out of memory?); try again, if need be with fewer --workers"
+                    ) from None
                 bar.update(part.shard.bytes)
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data_prep.common.errors import Problems, describe_losses
+from data_prep.common.errors import Problems, counted, describe_losses
 from data_prep.common.records import Corpus, ReadTask
 from data_prep.executor.work_files import ItemResult, total
 from data_prep.filters import rules
@@ -82,6 +82,7 @@ def facts(
         "options": account["options"],
         "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "files": {name: account["input files"][name] for name in ("count", "bytes")},
+        "formats": _sorted(everything.formats),
         "read": read,
         "corpora": corpora,
         "unknown": unknown(everything),
@@ -157,10 +158,11 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
     speed = "resumed" if s["resumed"] else f"{s['mb_per_second']:.2f} MB/s of text"
     lines = {
         "dataset": folder,
-        "read": f"{_list_counts(read, UNITS)}, {read['bytes'] / 1e6:,.1f} MB of text in {files:,} files",
+        "read": f"{_list_counts(read, UNITS)}, {read['bytes'] / 1e6:,.1f} MB of text in {counted(files, 'files')}",
+        "formats": _list_reasons(s["formats"]),
         "documents": "; ".join(_documents(name, corpus) for name, corpus in s["corpora"].items()),
-        "dropped": f"{dropped['documents']:,} documents ({_list_reasons(dropped['reasons'])}); "
-        f"{dropped['repeated_paragraphs']:,} repeated paragraphs; lines: {_list_reasons(dropped['lines'])}",
+        "dropped": f"{counted(dropped['documents'], 'documents')} ({_list_reasons(dropped['reasons'])}); "
+        f"{counted(dropped['repeated_paragraphs'], 'repeated paragraphs')}; lines: {_list_reasons(dropped['lines'])}",
         "changed": f"dropped inside documents: {_list_reasons(s['changed'])}",
         "problems": describe_losses(s["problems"], s["lost"]),
         "vocabulary": f"{s['tokenizer']['vocab_size']:,} tokens ({s['tokenizer']['kind']})",
@@ -170,13 +172,15 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         random_next = "none" if d["random_next_share"] is None else f"{d['random_next_share']:.1%}"
         held = d["held_out"]
         lines[f"rows {length}"] = (
-            f"{d['rows']:,} in {d['shards']} shards, fill {d['fill']:.2%}, {d['sequences']:,} sequences, random next {random_next}, "
+            f"{d['rows']:,} in {counted(d['shards'], 'shards')}, fill {d['fill']:.2%}, "
+            f"{counted(d['sequences'], 'sequences')}, random next {random_next}, "
             f"cut off {d['truncated_tokens']:,} tokens; {_list_counts(d, ('documents', 'tokens'))}, "
             f"{d['shard_bytes'] / 1e6:,.1f} MB; "
             f"held out {_list_counts(held, ('passages' if held['passages'] else 'documents', 'rows'))}"
         )
     lines |= {
-        "speed": f"{speed}, {s['seconds']:.1f} s by {s['workers']} workers, tokenizer {s['tokenizer_seconds']:.1f} s",
+        "speed": f"{speed}, {s['seconds']:.1f} s by {counted(s['workers'], 'workers')}, "
+        f"tokenizer {s['tokenizer_seconds']:.1f} s",
         "memory": f"{s['peak_memory'] / 1e6:.0f} MB at most in one process",
         "report": f"{folder}/report.json",
     }
@@ -184,7 +188,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
 
 
 def _list_counts(counts: Mapping[str, int], names: Sequence[str]) -> str:
-    return ", ".join(f"{counts[name]:,} {name}" for name in names)
+    return ", ".join(counted(counts[name], name) for name in names)
 
 
 def _list_reasons(counts: Mapping[str, int]) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.common.arrays import range_indices, segment_counts, segment_hashes
+from data_prep.common.errors import counted
 from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult, job_tokenizer, total
 from data_prep.stages.kept import KeptDocuments
@@ -51,9 +52,11 @@ def run(
     last = int(np.abs(reached[:-1] - share * reached[-1]).argmin()) if len(distinct) > 1 else -1
     if last >= 0 and reached[-1] - reached[last] >= max(job.options.seq_len):
         job = replace(job, held_limit=int(distinct[last]) + 1)
+        passages, whole = int((hashes < job.held_limit).sum()), read.counts["held-out documents"]
         log.info(
-            f"held out: {(hashes < job.held_limit).sum():,} passages of about {job.passage:,} tokens, {reached[last] / reached[-1]:.2%} of "
-            f"the text; whole documents would be {read.counts['held-out documents']:,} with {read.counts['held-out tokens'] / tokens:.2%}"
+            f"held out: {counted(passages, 'passages')} of about {job.passage:,} tokens, "
+            f"{reached[last] / reached[-1]:.2%} of the text; passages, since by whole documents it would be "
+            f"{counted(whole, 'documents')}, {read.counts['held-out tokens'] / tokens:.2%}"
         )
     held = [int(of_task[of_task[:, 0] < job.held_limit, 1].sum()) for of_task in by_task]
     return job, [replace(part, held_tokens=tokens) for part, tokens in zip(kept, held, strict=True)]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,17 +17,20 @@ import numpy as np
 from data_prep.common import utf8
 from data_prep.common.arrays import choose_share, segment_hashes, segment_sums
 from data_prep.common.errors import Problems, printable
-from data_prep.common.records import AUTO, ReadTask
+from data_prep.common.records import AUTO, TABLES, ReadTask
 from data_prep.executor import work_files
 from data_prep.executor.journal import Stages
-from data_prep.executor.work_files import BuildJob, ItemResult, appending, job_tokenizer
+from data_prep.executor.work_files import BuildJob, ItemResult, appending, job_tokenizer, total
 from data_prep.filters import rules
+from data_prep.options import BuildOptions
+from data_prep.readers import boundaries
 from data_prep.readers.documents import read_documents
 from data_prep.stages import minhash, texts
 from data_prep.stages.kept import DOCUMENT, KEYED, PARAGRAPH, keyed, numbers
 from data_prep.text import clean
 from data_prep.tokens.encoder import DocumentBatch, WordEncoder
 from data_prep.tokens.word_cache import SharedWords
+from megabert.common import storage
 from megabert.common.logs import log
 
 STAGE = "read"
@@ -40,6 +43,8 @@ MANY_PARTS = 300
 def run(stages: Stages, job: BuildJob, tasks: list[ReadTask]) -> list[ItemResult]:
     """Read all tasks; returns the result of each."""
     results = stages.map(STAGE, read_task, job, tasks, unit="B")
+    log_guesses(results)
+    warn_of_unused_options(job, results)
     warn_of_large_documents(job, results)
     return results
 
@@ -123,9 +128,33 @@ def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
         blocks, lines = largest.blocks_and_lines()
         place = {"source": printable(largest.path), "document": largest.offset, "kind": largest.kind}
         result.facts["largest"] = {"bytes": largest.size, "blocks": blocks, "lines": lines, **place}
+    result.facts["guesses"] = {kind: [len(paths), *islice(paths, 1)] for kind, paths in problems.guesses.items()}
     result.counts["documents read"] += problems.dropped.total()
     result.dropped.update(problems.dropped)
     return result
+
+
+def log_guesses(results: Sequence[ItemResult]) -> None:
+    """A line for each kind of documents that was guessed while reading: of archives, and of files outside a folder's sample."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for result in results:
+        for kind, (count, path) in result.facts["guesses"].items():
+            found.setdefault(kind, []).append((count, path))
+    for kind, guesses in found.items():
+        more = sum(count for count, _ in guesses) - 1
+        first = printable(storage.public(guesses[0][1]))
+        log.info(boundaries.describe_guess(first + f" and {more:,} more" * (more > 0), kind))
+
+
+def warn_of_unused_options(job: BuildJob, results: Sequence[ItemResult]) -> None:
+    """Warn of an option for formats that no file has."""
+    formats = total(list(results)).formats.keys()
+    for name, of in (("text_field", {"jsonl", "json", "csv", *TABLES}), ("text_documents", {"text"})):
+        value = getattr(job.options, name)
+        if value != getattr(BuildOptions, name) and formats and not formats & of:
+            log.warning(
+                f"--{name.replace('_', '-')} {value}: has no effect, since all files are {', '.join(sorted(formats))}"
+            )
 
 
 def warn_of_large_documents(job: BuildJob, results: Sequence[ItemResult]) -> None:

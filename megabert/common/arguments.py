@@ -40,11 +40,21 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return f"{text} (default: {shown})".replace("%", "%%") if shown else text
 
 
+class _Store(argparse._StoreAction):
+    """Refuses a list option that is given twice: the second list would replace the first in silence."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string and self.nargs in ("+", "*") and getattr(namespace, self.dest) is not self.default:
+            parser.error(f"{option_string} is given twice; name all its values after one")
+        super().__call__(parser, namespace, values, option_string)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser with `Help` and one-line errors, which name the option nearest to a misspelt one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": Help, "prog": _called_as or None} | options)
+        self.register("action", None, _Store)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown options before missing ones: a misspelt required option is both."""
@@ -89,7 +99,7 @@ def refuse_missing(args: argparse.Namespace, *names: str) -> None:
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Options for `config.from_arguments`: preset or file, data, overrides, and those that DeepSpeed's launcher passes."""
     add = parser.add_argument
-    add("--config", default="", metavar="NAME", help=f"preset ({', '.join(presets())}) or TOML file")
+    add("--config", default="", metavar="NAME", help=f"preset ({', '.join(presets())}) or TOML file; without it BERT-BASE")
     add("--data", default="", metavar="DIR", help="dataset written by data_prep: folder or URL")
     add("--deepspeed", action="store_true", help="accepted for DeepSpeed's launcher; always on")
     add("--deepspeed_config", default="", metavar="FILE", help="JSON with additional DeepSpeed keys")

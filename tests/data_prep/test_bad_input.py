@@ -10,7 +10,7 @@ import pytest
 from data_prep.__main__ import main
 from tests.helpers import prep_builds
 from tests.helpers.prep_builds import error_of
-from tests.helpers.prep_reading import contents, records, write, write_all
+from tests.helpers.prep_reading import archive, contents, records, write, write_all
 
 GOOD = "".join(
     "The first sentence is here. A second one follows it. " * 40 + f"Number {i} ends.\n\n" for i in range(30)
@@ -159,3 +159,40 @@ def test_build_resumes_after_a_full_disk(workers, limit, corpus, tokenizer_file,
     assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("*.tmp"))
     build()
     assert contents(tmp_path / "out") == undisturbed
+
+
+def test_a_dataset_without_bad_input_is_not_complete_for_stop(build, tmp_path):
+    folder = write_all(tmp_path / "in", {"a.txt": GOOD, "b.txt": b"\xff", "c.txt": ""})
+    build(folder, on_error="skip")
+    expect_error(build(folder, code=2), "report.json: the dataset lacks bad input", "--on-error skip", "--overwrite")
+    assert "nothing to do" in build(folder, on_error="skip").out
+    write(folder / "b.txt", " ")
+    build(folder, on_error="skip", overwrite=True)
+    assert "nothing to do" in build(folder).out
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_option_that_an_error_names_is_accepted(trained, build, tmp_path):
+    more = {"tokenizer": None, "vocab_size": 37} if trained else {}
+    path = write(tmp_path / "a.jsonl", records([GOOD]).replace('"text"', '"body"'))
+    expect_error(build(path, code=2, **more), "name it with --text-field")
+    build(path, text_field="body", **more)
+    path = write(tmp_path / "b.txt", GOOD.encode() + b"\xe9")
+    expect_error(build(path, code=2, overwrite=True, **more), "--encoding-errors replace")
+    build(path, encoding_errors="replace", **more)
+
+
+def test_options_without_an_effect_are_named(build, tmp_path):
+    path = write(tmp_path / "a.txt", GOOD)
+    printed = build(path, text_field="body", text_documents="file")
+    assert "--text-field body: has no effect, since all files are text" in printed.err
+    assert "--text-documents" not in printed.err and "formats    text 1\n" in printed.out
+    printed = build(write(tmp_path / "a.jsonl", records([GOOD])), text_documents="line", overwrite=True)
+    assert "--text-documents line: has no effect, since all files are jsonl" in printed.err
+    for field in ("+", "."):
+        expect_error(build(path, code=2, text_field=field), f"--text-field {field!r}: has no name of a field")
+
+
+def test_guesses_of_archives_are_printed(build, tmp_path):
+    path = write(tmp_path / "a.zip", archive("zip", {"a.txt": GOOD}))
+    assert f"{path}: a document of plain text is a file, by its first bytes" in build(path).out

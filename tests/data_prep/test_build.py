@@ -70,10 +70,13 @@ def test_held_out_documents_are_in_no_training_row(built):
     assert len(trained) > 2000 and len(held_out) > 30 and not trained & held_out
 
 
-def test_lowercase_tokenizer_and_one_held_out_passage(topics, tmp_path):
+def test_lowercase_tokenizer_and_one_held_out_passage(topics, tmp_path, capsys):
     write_all(tmp_path, {f"{i:02}.txt": text for i, text in enumerate(topics[:30])})
     output, options = tmp_path / "out", {"model_type": "bpe", "lowercase": True, "held_out": 0.0001}
     build_here(tmp_path / "*.txt", output, vocab_size=600, seed=1, workers=2, **options)
+    printed = capsys.readouterr().out
+    assert "held out: 1 passage of about 128 tokens" in printed and "it would be 0 documents, 0.00%" in printed
+    assert " in 1 shard, " in printed and "in 30 files\n" in printed and "held out 1 passage, " in printed
     held = json.loads((output / "held_out" / "manifest.json").read_text())
     assert held["statistics"]["documents"] == 0 and held["tokenizer"]["file"] == "../tokenizer.model"
     assert Dataset(output).manifest.held_out["passages"] == 1 and 100 < held["statistics"]["corpus_tokens"] < 300

@@ -150,6 +150,9 @@ def test_output_in_a_bucket_equals_a_folder(mixed, local, proxy, options, tmp_pa
     command("verify", url)
     command("inspect", url)
     assert "complete already" in build(mixed, url, **options).stdout
+    lacking = json.loads(storage.read(f"{url}/report.json")) | {"lacks_bad_input": True}
+    storage.write(f"{url}/report.json", json.dumps(lacking).encode())
+    assert "the dataset lacks bad input, which" in build(mixed, url, code=2, **options).stderr
     options = options | {"seed": 6}
     assert "holds a build with other options or code" in build(mixed, url, code=2, **options).stderr
     storage.write(f"{url}/shard-000099.tar", b"of an older build")

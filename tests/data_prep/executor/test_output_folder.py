@@ -132,14 +132,15 @@ def test_overwriting_goes_on_with_what_it_began(tmp_path):
 
 
 def test_other_code_does_not_resume_a_build(tmp_path, monkeypatch):
-    begin_and_stop(tmp_path, "read.json")
+    finished = "journal/read/0000000.json"
+    begin_and_stop(tmp_path, finished)
     with monkeypatch.context() as patched:
         patched.setattr(output_folder, "version", lambda package: "0.1")
         for part in (False, True):
             changed = r"other options or code \(.*code: sentencepiece was .*, is 0\.1"
             is_refused(changed, opened(tmp_path, ACCOUNT, part=part))
     with opened(tmp_path, ACCOUNT) as work:
-        assert (work / "read.json").exists()
+        assert (work / finished).exists()
         finish(tmp_path)
     monkeypatch.setattr(output_folder, "version", lambda package: "0.1")
     with opened(tmp_path, ACCOUNT) as work:
@@ -152,3 +153,12 @@ def test_missing_locks_only_warn(tmp_path, monkeypatch, capsys):
         with opened(tmp_path / "out", ACCOUNT, part=part) as work:
             assert work is not None
     assert "no locks (Function not implemented); do not start a second build there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unpacked", [False, True])
+def test_a_build_without_results_gives_way_to_other_options(unpacked, tmp_path):
+    kept = ["journal/unpack/0000000.json", "journal/unpack.json"] * unpacked
+    begin_and_stop(tmp_path, "read-0000000.tokens", *kept, error=Unfinished)
+    is_refused("unfinished build", opened(tmp_path, OTHER, part=True))
+    with opened(tmp_path, OTHER) as work:
+        assert not (work / "read-0000000.tokens").exists() and (work / "journal/unpack").exists() == unpacked

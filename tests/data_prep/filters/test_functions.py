@@ -72,6 +72,11 @@ def test_mistakes_of_a_function_are_named(filters):
     assert FilterFunction(str(filters), "plain").objection("it goes", NAMED) == "plain"
     with pytest.raises(BadInput, match=r"gone\.py:keep: FileNotFoundError"):
         FilterFunction(str(filters.with_name("gone.py")), "keep").check()
+    exits = write(filters.with_name("exits.py"), "def keep(text):\n    exit(0)\n")
+    with pytest.raises(BadInput, match=r"keep: a\.txt: document at 7: SystemExit: 0"):
+        FilterFunction(str(exits), "keep").objection("text", NAMED)
+    with pytest.raises(BadInput, match=r"exits\.py:gone: SystemExit: no"):
+        FilterFunction(str(write(exits, "raise SystemExit('no')")), "gone").check()
 
 
 def test_training_shows_functions_what_reading_does(filters, tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from data_prep.common.records import Corpus, FileRange, RangeList, ReadOptions
 from data_prep.readers import boundaries, tasks
 from data_prep.readers.boundaries import TextSample, decide
+from data_prep.readers.decompress import PLAIN_CHUNK
 from data_prep.readers.streams import HEAD
 from tests.helpers.prep_reading import PACK, archive, plan, read_all, write, write_all
 
@@ -135,3 +136,30 @@ def test_objects_named_one_by_one_have_their_folder(monkeypatch):
     ranges = RangeList(FileRange(path, size=9) for path in (*paths[:2], "s3://b/all/z.txt"))
     found = boundaries.text_documents([Corpus("input", paths)], [ranges], ReadOptions())
     assert found == (("s3://b/d", "line"),)
+
+
+@pytest.mark.parametrize("kind", ["line", "blank-line"])
+@pytest.mark.parametrize("step", [100_000, 1 << 25])
+def test_carriage_returns_inside_lines_end_none(kind, step, tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "RANGE_BYTES", step)
+    line = "\ufeff" + "some words\r" * 9000
+    path = write(tmp_path / "a.txt", f"{line}\n\nSecond line.\r\n\r\nThird\rline.\n")
+    assert len(read_all([path], text_documents=kind)[0]) == 3
+
+
+def test_a_later_line_end_of_two_bytes_is_one(tmp_path):
+    """Also where its bytes are in two chunks."""
+    for size in (PLAIN_CHUNK - 1, PLAIN_CHUNK + 8):
+        head = ("a" * 99 + "\r") * (PLAIN_CHUNK // 100 + 2)
+        path = write(tmp_path / "a.txt", head[:size] + "\r\n" + "b.\rc.\r\rd.")
+        assert len(read_all([path], text_documents="blank-line")[0]) == 2
+
+
+def test_guesses_of_archives_and_single_files_are_known(tmp_path):
+    text = "".join(map(documents_of, range(400)))
+    folder = write_all(tmp_path / "in", {"a.zip": archive("zip", {"a.txt": text.encode()}), "b.txt": SENTENCES * 9})
+    guesses = read_all([folder])[1].guesses
+    assert guesses == {"line": {f"{folder}/a.zip": None}}
+    few = write_all(tmp_path / "few", {f"!{i:03}.jsonl": '{"text": "One."}\n' for i in range(65)} | {"b.txt": text})
+    assert read_all([few])[1].guesses == {"line": {f"{few}/b.txt": None}}
+    assert not read_all([folder], text_documents="line")[1].guesses

@@ -1,5 +1,7 @@
 """What a file is by its content: refusals name it and what makes it readable; descriptions and test splits in a folder."""
 
+import gzip
+
 import pytest
 
 from megabert.common import logs
@@ -35,6 +37,13 @@ REFUSED = {
     "excel": ("a.zip", archive("zip", {"mimetype": "x", "xl/workbook.xml": "<x>"}), "an Excel workbook"),
     "epub": ("a.zip", archive("zip", {"mimetype": "x", "META-INF/container.xml": "<x>"}), "an EPUB.*pandoc"),
     "opendocument": ("a.zip", archive("zip", {"mimetype": "x", "content.xml": "<x>"}), "an OpenDocument file"),
+    "tags behind a comment": ("a.txt", b"<!-- c -->\n<TEI><s>One.</s><s>Two.</s></TEI>", "XML or HTML"),
+    "html by its name": ("a.HTM", b"Words<br>\nand more.", "HTM by its name.*--format text"),
+    "xml by its name": ("a.xml", b"<!-- c -->\n<TEI>Words.", "XML by its name.*--format text"),
+    "loose json": ("a.json", b"{'text': 'abc'}\n{'text': 'd'}\n", "JSON by its name.*--format text"),
+    "json on one line": ("a.JSON", b'{"text": "a"}{"text": "b"}', "JSON by its name.*--format text"),
+    "utf-16 of cyrillic": ("a.txt", "Слова и ещё слова.".encode("utf-16-le"), "text in another encoding.*iconv"),
+    "iso-2022-jp": ("a.txt", "Words, 言葉。".encode("iso-2022-jp"), "text in ISO-2022-JP.*iconv -f iso-2022-jp"),
     "unknown": ("a.xyz", bytes(range(128, 256)), r"unknown suffix '\.xyz'.*iconv"),
 }  # fmt: skip
 
@@ -43,7 +52,14 @@ REFUSED = {
 def test_other_formats_are_named_with_a_remedy(case, tmp_path):
     name, content, message = REFUSED[case]
     path = write(tmp_path / name, content)
-    remedy = "(?=.*--format text)" if case == "tags" else "(?!.*--format text)"
+    as_text = case.startswith("tags") or case in (
+        "html by its name",
+        "xml by its name",
+        "loose json",
+        "json on one line",
+    )
+    remedy = "(?=.*--format text)" if as_text else "(?!.*--format text)"
+    assert not as_text or read_all([path], format="text")[0]
     found, problems = refuse(path, f"^{path}: {remedy}.*{message}")
     assert not found and problems.counts == {"unknown format": 1}
     assert problems.lost == {"unknown format": {"bytes": len(content), "files": [str(path)]}}
@@ -85,7 +101,8 @@ def test_descriptions_of_a_folder_are_left_out(tmp_path, capsys):
     for item in (folder, f"{folder}/"):
         assert read_all([item])[0] == ["Words."]
         line = capsys.readouterr().out
-        assert line.count("\n") == 1 and "left out: 5 files that describe data" in line and "README.md" in line
+        assert line.count("\n") == 2 and "left out: 5 files that describe data" in line and "README.md" in line
+        assert f"left out: 1 hidden name ({item}".rstrip("/") in line and ".gitattributes); to read" in line
     assert read_all([folder / "README.md", folder / "a.txt"])[0] == ["About the data.", "Words."]
     assert not capsys.readouterr().out
 
@@ -105,7 +122,24 @@ def test_a_split_for_evaluation_is_warned_of(split, glob, tmp_path, capsys):
     warned = capsys.readouterr().err
     assert bool(warned) == bool(glob)
     if glob:
-        assert warned.count("\n") == 1 and "1 files of a test or validation split" in warned and split in warned
+        assert warned.count("\n") == 1 and "1 file of a test or validation split" in warned and split in warned
         assert f"--input '{folder / glob}'" in warned
     read_all([folder / split])  # alone it is meant
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["DATA.CSV", "DATA.Csv.GZ", "a.zip"])
+def test_suffixes_of_any_case_name_a_format(name, tmp_path):
+    rows = b"id,text\n1,Words.\n"
+    content = archive("zip", {"X.CSV": rows}) if name == "a.zip" else gzip.compress(rows) if "GZ" in name else rows
+    found, problems = read_all([write(tmp_path / name, content)])
+    assert found == ["Words."] and problems.formats == {"csv": 1}
+    assert read_all([write(tmp_path / "A.TSV", b'id\ttext\n1\t"Words\n')])[0] == ['"Words']
+    assert read_all([write(tmp_path / "A.TAR.GZ", gzip.compress(archive("tar", {"a.txt": b"It."})))])[0] == ["It."]
+
+
+def test_files_named_twice_are_counted(tmp_path, capsys):
+    path = write(tmp_path / "a.txt", "Words.")
+    logs.setup()
+    assert read_all([path, tmp_path])[0] == ["Words."]
+    assert f"left out: 1 file that an earlier input or link has ({path})" in capsys.readouterr().out

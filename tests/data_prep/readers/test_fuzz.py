@@ -43,6 +43,8 @@ def read(path, problems, **options):
     """(number of ranges, (offset, text) of each document) of a file."""
     ranges = [part for task in plan([path], problems, **options) for part in task.ranges]
     found = [d for part in ranges for d in read_documents(part, ReadOptions(**options), problems)]
+    for counts in (problems.counts, problems.lost):  # only of a file in one range
+        counts.pop(documents.NO_DOCUMENT, None)
     return len(ranges), [(d.offset, d.text) for d in found]
 
 

@@ -2,13 +2,14 @@
 
 import gzip
 
+import pyarrow as pa
 import pytest
 
 from data_prep.common.errors import Problems
 from data_prep.common.records import ReadOptions
-from data_prep.readers import json_records, lines, streams
+from data_prep.readers import json_records, lines, streams, tasks
 from data_prep.readers.streams import Stream
-from tests.helpers.prep_reading import PACK, read_all, refuse, write
+from tests.helpers.prep_reading import PACK, read_all, refuse, write, write_all, write_table
 
 ARRAY = b'\xef\xbb\xbf [{"text": "One, [two]"}, {"n": [1, {"a": 2}], "text": "a \\"b\\" \\\\"},\n"A string.",{"text":null}, {"text": "\\u00e9"}]\n'
 PAGES = [b"First page.\nWARC/1.0\r\nWARC-Type: conversion\r\n\r\nIts second line.", "Zweite Seite: é.".encode()]
@@ -153,3 +154,32 @@ def test_bytes_of_long_and_unclosed_elements_are_counted(format_, begin, end, tm
     _, problems = read_all([write(tmp_path / "a", 2 * (long + end + unclosed))], "skip", format=format_)
     assert problems.counts == {"long document": 2, "unclosed document": 2}
     assert lost_bytes(problems) == {"long document": 2 * len(long), "unclosed document": 2 * len(unclosed)}
+
+
+def test_text_outside_of_elements_is_counted(tmp_path, monkeypatch):
+    content = b'<doc id="1">One.</doc>\nLost.\n<doc id="2">Two.</doc>\n \n<doc id="3">Three.</doc>\nLost too.\n'
+    path = write(tmp_path / "wiki_00", content)
+    for _ in range(2):
+        found, problems = read_all([path])
+        assert found == ["One.", "Two.", "Three."] and problems.changed == {"text outside of a <doc>": 2}
+        monkeypatch.setattr(tasks, "RANGE_BYTES", 48)
+
+
+@pytest.mark.parametrize(("format_", "tag"), [("wiki", "doc"), ("mediawiki", "page")])
+@pytest.mark.parametrize("size", [10, 1 << 20])
+def test_a_file_without_elements_is_bad(format_, tag, size, tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "RANGE_BYTES", size)
+    path = write(tmp_path / "a", b"Words that are in no element.")
+    found, problems = refuse(path, f"byte 0: no <{tag}> in it", format=format_)
+    assert not found and problems.counts == {"no document in markup": 1}
+
+
+def test_files_without_a_document_are_counted(tmp_path):
+    files = {"b.csv": "id,text\n", "c.json": "[]", "d.jsonl": '{"text": null}\n', "e.txt": "Words."}
+    folder = write_all(tmp_path / "in", files)
+    write_table(folder / "f.parquet", pa.table({"text": pa.array([], pa.string())}))
+    found, problems = read_all([folder])
+    assert found == ["Words."] and problems.counts == {"file without a document": 3}
+    names = {path.rpartition("/")[2] for path in problems.lost["file without a document"]["files"]}
+    assert names == {"b.csv", "c.json", "f.parquet"}
+    assert problems.formats == dict.fromkeys(("text", "csv", "json", "jsonl", "parquet"), 1)

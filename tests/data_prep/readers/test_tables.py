@@ -147,3 +147,11 @@ def test_unpacked_bytes_are_estimated_from_openings(kind, tmp_path):
     found = plan([tmp_path])
     assert unpacked_bytes(found) == pytest.approx(len(text), rel=0.1)
     assert sum(task.size for task in found) < len(text) / 2
+
+
+@either
+def test_two_columns_of_a_name_are_refused(name, tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["text", "text", "n"])
+    path = write_table(tmp_path / name, table)
+    refuse(path, "two columns 'text'; rename one")
+    assert read_all([path], text_field="n")[0] == ["c"]

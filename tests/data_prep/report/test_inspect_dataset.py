@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.__main__ import main
 from data_prep.report import inspect_dataset
 from data_prep.report.inspect_dataset import inspect
+from megabert.data import shards
 from megabert.data.masking import MaskingConfig, MaskingVocabulary, mask
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
@@ -135,3 +137,14 @@ def test_another_tokenizer_is_refused(folder, tmp_path):
     wordpiece.write(tmp_path / "data" / "vocab.txt", cased=True)
     with pytest.raises(ValueError, match=r"vocab\.txt: not the tokenizer that"):
         inspect(tmp_path / "data")
+
+
+def die(check):
+    os.kill(os.getpid(), 9)
+
+
+def test_a_killed_worker_of_verify_is_one_line(shards_folder, monkeypatch, capfd):
+    monkeypatch.setattr(shards.ShardCheck, "problems", die)
+    assert main(["verify", str(shards_folder), "--workers", "2", "--quiet"]) == 4
+    printed = capfd.readouterr().err
+    assert printed.startswith("error: a worker process died") and printed.count("\n") == 1
