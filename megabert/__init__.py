@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,15 +75,15 @@ class LoadedModel:
 
     def encode(self, texts: str | Sequence[str], pool: str = "mean") -> np.ndarray:
         """Vectors of texts from the last layer, fp32 [n, hidden], in their order; `pool`: mean, max or cls. On a GPU where
-        there is one. A text longer than the model's positions is cut. Raises ValueError for another pool, TypeError for what is no text."""
+        there is one. A text longer than the model's positions is cut. Raises ValueError for another pool and for half a
+        character in a text, TypeError for what is no text."""
         from megabert.commands.extraction import Extractor
+        from megabert.data.tokenizer import check_texts
 
         if pool not in POOLS:
             raise ValueError(f"pool={pool!r}: choose {', '.join(POOLS)}")
         given = [texts] if isinstance(texts, str) else list(texts)
-        for number, text in enumerate(given):
-            if not isinstance(text, str):
-                raise TypeError(f"texts[{number}]: expected str, got {type(text).__name__}")
+        check_texts(given)
         current = self._read_weights()
         if self._extractor is None:
             self._extractor = Extractor(current)
@@ -120,7 +119,7 @@ class LoadedModel:
         if "model" in self.__dict__:
             now = {name: weight.cpu().float() for name, weight in self.model.state_dict().items()}
             if not all(now[name].equal(weight) for name, weight in known.items()):
-                self.pretrained = replace(self.pretrained, weights={name: now[name].clone() for name in known})
+                self.pretrained = self.pretrained.with_weights({name: now[name].clone() for name in known})
                 self._extractor = None
         return self.pretrained
 

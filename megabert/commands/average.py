@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,9 +30,13 @@ def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[
     chosen = sorted(set(steps)) or known[-last:]
     if missing := sorted(set(chosen) - set(known)):
         raise ValueError(f"--steps {missing[0]}: {folder} has no such checkpoint; it has {', '.join(map(str, known))}")
-    if len(chosen) < max(last, 2):
-        found = f"{len(chosen)} checkpoints to average, of {max(last, 2)}"
-        raise ValueError(f"{folder}: {found}; checkpoint.keep decides how many a run keeps")
+    if len(chosen) < last:
+        lower = "lower --last, or " * (len(chosen) > 1)
+        raise ValueError(
+            f"--last {last}: {run} has {len(chosen)} checkpoints; {lower}train with checkpoint.keep={last}"
+        )
+    if len(chosen) < 2:
+        raise ValueError(f"{folder}: {len(chosen)} checkpoints to average, of 2; train with checkpoint.keep=2")
     refuse_existing(Path(output), CONFIG)
     from megabert import hf
 
@@ -47,7 +50,7 @@ def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[
             sums[name] += weight
     weights = {name: (total / len(paths)).float() for name, total in sums.items()}
     dataset = f"none, the mean of steps {chosen} of {Path(run).name}: begin a new run with init_from"
-    hf.write_run(replace(newest, weights=weights), output, dataset=dataset)
+    hf.write_run(newest.with_weights(weights), output, dataset=dataset)
     return chosen
 
 

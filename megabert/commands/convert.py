@@ -55,9 +55,9 @@ def convert(
     if not vocab or is_model_folder(folder):
         foreign = read.read(folder, tokenizer, (read.NSP_HEAD,) if nsp else (), drop)
     elif not nsp:
-        raise ValueError(f"--no-nsp: {source} is a run, whose heads stay as they are")
+        raise ValueError(f"--no-nsp: {source} is a run, whose heads stay as they are; leave --no-nsp out")
     elif drop:
-        raise ValueError(f"--drop-embeddings: {source} is a run, which has none behind its tokenizer's")
+        raise ValueError(f"--drop-embeddings: {source} is a run, which has none after its tokenizer's; leave it out")
     else:
         foreign = read.load(folder, tokenizer)
     if vocab:
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--run", required=True, metavar="DIR", help="run folder to write; must be new or empty")
     add("--tokenizer", default="", metavar="FILE", help="file of a tokenizer, if the folder has none")
     add("--no-nsp", action="store_true", help="leave out pooler and next-sentence head")
-    surplus = "leave out all embeddings behind the tokenizer's last token, also 128 and more"
+    surplus = "leave out all embeddings after the tokenizer's last token, also 128 and more"
     add("--drop-embeddings", action="store_true", help=surplus)
     new = "replace the vocabulary by this tokenizer's: its file, or the folder of a dataset or a model; --model may be a run then"
     add("--vocab", default="", metavar="PATH", help=new)

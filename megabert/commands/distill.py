@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--layers", type=int, required=True, help="layers of the student")
     add("--data", required=True, metavar="DIR", help="dataset folder built with the teacher's tokenizer")
     add("--run", required=True, metavar="DIR", help="the student's run folder")
-    add("overrides", nargs="*", metavar="section.key=value", help="differences to the teacher's training")
+    add("overrides", nargs="*", metavar="section.key=value", help="differences from the teacher's training")
     args = parser.parse_intermixed_args(argv)
     if args.layers < 1:
         raise ValueError(f"--layers {args.layers}: must be 1 or more")

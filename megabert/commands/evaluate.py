@@ -35,7 +35,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
 
     folders = [data] if isinstance(data, str) else list(data)
     datasets, folder = [evaluation.held_out(each) for each in folders], hf.model_folder(run)
-    loaded = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path)
+    loaded = hf.load(folder, "" if hf.is_model_folder(folder) else datasets[0].tokenizer_path.resolve())
     cfg, longest = loaded.config, loaded.config.model.max_positions
     for name, dataset in zip(folders, datasets, strict=True):
         if not loaded.tokenizer.is_of(dataset.manifest.tokenizer["sha256"]):

@@ -74,7 +74,8 @@ def write(
     config = mapping.to_huggingface_config(model, causal, pretrained.tokenizer.special_ids)
     card = model_card.render(pretrained, name or Path(output).resolve().name, config["architectures"][0])
     weights = mapping.to_huggingface(pretrained.weights, model)
-    files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, model.segmented)
+    separators = mapping.pair_separators(model)
+    files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, model.segmented, separators)
     files |= {CONFIG: tokenizer_files.as_json(config), "README.md": card.encode()}
     if pool:
         files |= sentence_folder.files(pretrained.config, pool)
@@ -110,6 +111,9 @@ def export_finetuned(args: argparse.Namespace, source: Path, output: Path, name:
             write_onnx(folder, class_of, described.config.model, described.max_length, outputs)
     what = f"{huggingface.architecture(described)} for {described.task.name}"
     log.info(f"{args.push or output}: {what}")
+    if described.threshold != 0.5:
+        above = f"{described.labels[1]} is predicted above {described.threshold:.6g}, in the export above a half"
+        log.info(f"--threshold f1: {above}: the bias of its output is changed by as much")
     return what
 
 
@@ -193,6 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     refuse_missing(args, "tokenizer")
     args.model = str(model_folder(args.model))
     if args.output:
+        if not args.overwrite and Path(args.output, CONFIG).is_file():
+            raise ValueError(f"{args.output}: is not empty; name another folder, or give --overwrite")
         refuse_existing(Path(args.output), CONFIG, args.overwrite)
     from megabert.finetune import tasks
 

@@ -11,6 +11,7 @@ challenge's scorer counts them as correct.
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"{Path(args.json).parent}: no such folder")
     if args.json and Path(args.json).is_dir():
         raise ValueError(f"--json {args.json}: is a folder; name a file")
+    if args.json and os.path.lexists(args.json):
+        raise ValueError(f"--json {args.json}: already exists; name another file")
     refuse_missing(args, "tokenizer")
     folder, pairs = model_folder(args.model), read_pairs(args.pairs, args.each)
     from megabert import hf

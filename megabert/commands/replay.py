@@ -54,6 +54,10 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
 
     entries = chain.read(folder)
     newest = entries[-1]["step"]
+    if not newest:
+        raise ValueError(
+            f"{run}: has no updates to repeat; it was converted, averaged or saved from Python, not trained"
+        )
     end = newest if end is None else end
     kept = sorted(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*"))
     begin = max((step for step in kept if step < end), default=0) if begin is None else begin
@@ -67,10 +71,14 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
         if entry["config_sha256"] != following["config_sha256"]:
             changed = f"the configuration changed at step {entry['step']}; replay up to it, or from it on"
             raise ValueError(f"--from {begin} --to {end}: {changed}")
-    return Interval(run, begin, end, inside, read_config(run, inside[0]["config_sha256"], data, begin in kept))
+    config = read_config(run, inside[0]["config_sha256"], data)
+    if config.schedule.unit == "minutes" and begin not in kept:
+        needs = f"its rates follow the clock, so a replay needs a checkpoint before step {end}"
+        raise ValueError(f"{run}: {needs}; kept: {', '.join(map(str, kept))}")
+    return Interval(run, begin, end, inside, config)
 
 
-def read_config(run: Path, sha256: str, data: str, resumed: bool) -> Config:
+def read_config(run: Path, sha256: str, data: str) -> Config:
     """The configuration with this digest, with `metrics.jsonl` as the only sink and without a mirror, which is the
     run's. Raises ValueError where it is not kept."""
     from megabert.config import from_dict
@@ -85,10 +93,7 @@ def read_config(run: Path, sha256: str, data: str, resumed: bool) -> Config:
     tree["log"] |= {"tensorboard": False, "wandb": "", "to": []}
     tree["checkpoint"]["mirror"] = ""
     tree["data"]["path"] = data or tree["data"]["path"]
-    config = from_dict(tree)
-    if config.schedule.unit == "minutes" and not resumed:
-        raise ValueError("--from 0: the rates of this run follow the clock; name a checkpoint to start from")
-    return config
+    return from_dict(tree)
 
 
 def train_again(of: Interval, folder: Path, ranks: Session) -> int:
@@ -164,7 +169,9 @@ def compare(of: Interval, folder: Path) -> str:
     if not unequal:
         return f"{what} bit for bit"
     reasons = differences_of_place(of, folder)
-    how = f"to rounding, as not as then are {reasons}" if reasons else "bit for bit, as machine and code are as then"
+    how = "bit for bit, since machine and code are the same"
+    if reasons:
+        how = f"to rounding, since these differ from the run: {reasons}"
     saved = [step for step, name in both if name == WEIGHTS]
     distances = (distance_of_weights(of, folder, step) for step in reversed(saved))
     distance = next((value for value in distances if value is not None), None)

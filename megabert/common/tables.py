@@ -14,6 +14,7 @@ import gzip
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from itertools import chain, islice
 from pathlib import Path
@@ -30,6 +31,7 @@ FIELD = 1 << 24  # largest length of a CSV field in characters
 JOINT = "\n\n"  # between joined texts: each is a paragraph
 BATCH_ROWS = 256  # rows of a Parquet or Arrow table in memory at once
 STATE = "state.json"  # files of a saved dataset
+TWICE = object()  # the value of a column whose name another has too
 
 
 class BadTable(ValueError):
@@ -118,6 +120,8 @@ def _value(where: str, record: dict[str, Any], spec: str) -> Any:
             values = [find(record, name) for name in field_names(one, record)]
         except KeyError:
             continue
+        if any(value is TWICE for value in values):
+            raise ValueError(f"{where}: column {one!r} is there twice; rename one of them")
         if len(values) == 1:
             return values[0]
         if not all(value is None or isinstance(value, str) for value in values):
@@ -154,13 +158,20 @@ def _records(
     names = [name.strip() for name in top[1]]
     of_pandas = len(names) > 1 and names == list(map(str, range(len(names))))  # of a frame without names
     headed = header is None or not header.isdisjoint(names) or of_pandas
+    twice = _twice(names) if headed else {}
     for number, row in table if headed else chain([top], table):
         if not headed and (ragged or row is top[1]):
             names = list(map(str, range(len(row))))
         if len(row) != len(names) and not cut_rows:
             first_row = "header" if headed else "first line"
             raise ValueError(f"{path}, line {number}: has {len(row)} columns, the {first_row} has {len(names)}")
-        yield f"{path}, line {number}", dict(zip(names, row, strict=True)) if len(row) == len(names) else None
+        record = dict(zip(names, row, strict=True)) | twice if len(row) == len(names) else None
+        yield f"{path}, line {number}", record
+
+
+def _twice(names: Sequence[str]) -> dict[str, Any]:
+    """TWICE for each name that several columns have."""
+    return {name: TWICE for name, count in Counter(names).items() if count > 1}
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -291,7 +302,9 @@ def _arrow_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             row, table = batch
             table.validate(full=True)
             classes = _class_names(table.schema)
-            records = table.to_pylist()
+            twice = _twice(table.schema.names)
+            kept = [i for i, name in enumerate(table.schema.names) if name not in twice]
+            records = [record | twice for record in table.select(kept).to_pylist()]
         for number, record in enumerate(records, row):
             for name, names in classes.items():
                 record[name] = _named(record[name], names)

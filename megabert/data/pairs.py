@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,15 +58,17 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
 
 def _read_jsonl(file: Path) -> Iterator[Pair]:
     for number, line in _lines(file):
+        values = tables.parse_json(where := f"{file}, line {number}", line)
         try:
-            values = json.loads(line)
             good, bad = values["sentence_good"], values["sentence_bad"]
             if not isinstance(good, str) or not isinstance(bad, str):
                 raise TypeError("they are not text")
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{where}: no object with sentence_good and sentence_bad ({error})") from None
+        if not (good.strip() and bad.strip()):
             raise ValueError(
-                f"{file}, line {number}: no object with sentence_good and sentence_bad ({error})"
-            ) from None
+                f"{where}: {'sentence_bad' if good.strip() else 'sentence_good'} is empty; remove the pair"
+            )
         yield Pair(good, bad, str(values.get("UID", file.stem)), str(values.get("field", file.stem)))
 
 

@@ -8,9 +8,9 @@ The file is read once, then hashed and parsed. The kind is recognised by content
                    has characters of its own for ▁ and ▅, which SentencePiece reserves
     wordpiece      BERT's published `vocab.txt`: UTF-8, a token a line, [PAD] first, the other special tokens anywhere.
                    The normalisation is not in it but in a tokenizer_config.json beside it, as in Hugging Face's folders,
-                   or given by the caller. Without either it is guessed: cased where lower-casing would change some token
-                   outside square brackets; otherwise text is lower-cased and loses its accents (Devlin et al. 2019's two
-                   releases). If it is not as guessed, the SHA-256 is of both files' content. One that data_prep trained
+                   or else in a tokenizer.json there, or given by the caller. Without these it is guessed: cased where
+                   lower-casing would change some token outside square brackets; otherwise text is lower-cased and loses its
+                   accents (Devlin et al. 2019's two releases). If it is not as guessed, the SHA-256 is of both files' content. One that data_prep trained
                    names the normal form of its text there, and keeps the characters that BERT's cleaning drops
     tokenizers     a tokenizer.json (`megabert.data.tokenizer_json`)
 
@@ -215,8 +215,11 @@ class Tokenizer:
             return tokenizer_json.load(path, data)
         casing: dict[str, Any] = {"lowercase": lowercase, "strip_accents": strip_accents}
         beside = path.with_name(CONFIG)
-        if _first_binary_byte(data) is None and beside.is_file():
-            casing = read_casing(beside) | {name: value for name, value in casing.items() if value is not None}
+        if _first_binary_byte(data) is None:
+            known = read_casing(beside) if beside.is_file() else {}
+            if known.get("lowercase") is None and known.get("strip_accents") is None:
+                known |= tokenizer_json.casing_beside(path)
+            casing = known | {name: value for name, value in casing.items() if value is not None}
         return tokenizer_json.with_added(Tokenizer.parse(data, path, casing))
 
     @staticmethod
@@ -243,6 +246,10 @@ class Tokenizer:
         """Why the normalisation may not fit the vocabulary; "" where it is known to."""
         return ""
 
+    def guess(self) -> str:
+        """The normalisation where it is guessed, and what to do if it is not so; "" where it is known."""
+        return ""
+
     def token_bytes(self) -> list[bytes]:
         """UTF-8 of the text of each token, including the space before a word; some are parts of a character."""
         return [bytes.fromhex(match[1]) if (match := BYTE.fullmatch(t)) else t.encode() for t in self.tokens]
@@ -260,13 +267,15 @@ class Tokenizer:
         return self.encode_batch([prepared(text, self.form) for text in texts])
 
     def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
-        """int32 [n, T]: `encode_masked` of each text, padded with id 0; an input of the model's `forward`."""
+        """int32 [n, T]: `encode_masked` of each text, padded with id 0; an input of the model's `forward`. Raises ValueError without a
+        text, and as `check_texts`."""
         import torch
 
-        rows = [
-            torch.tensor(self.encode_masked(text), dtype=torch.int32)
-            for text in ([texts] if isinstance(texts, str) else texts)
-        ]
+        given = [texts] if isinstance(texts, str) else list(texts)
+        if not given:
+            raise ValueError("no texts; give one at least")
+        check_texts(given)
+        rows = [torch.tensor(self.encode_masked(text), dtype=torch.int32) for text in given]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
 
     def encode_masked(self, text: str) -> list[int]:
@@ -341,6 +350,15 @@ class UnknownTokens:
                 f"{source}: {self.unknown / self.tokens:.1%} of its tokens are {self.tokenizer.tokens[self.tokenizer.unk_id].strip()}: "
                 f"{self.tokenizer.path} lacks their characters; take a model with a tokenizer that has them"
             )
+
+
+def check_texts(texts: Sequence[Any]) -> None:
+    """Raises TypeError naming the first that is no text, ValueError one with half a character, which UTF-8 cannot hold."""
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"texts[{number}]: expected str, got {type(text).__name__}")
+        if half := re.search("[\ud800-\udfff]", text):
+            raise ValueError(f"texts[{number}]: has {half[0]!r}, which is half a character; remove or replace it")
 
 
 def without_space(tokenizer: Tokenizer, ids: list[int], bare_id: Callable[[int], int | None]) -> list[int]:
@@ -504,6 +522,16 @@ class WordPiece(Tokenizer):
                     f"would be {normalise(bare).strip()!r:.40}"
                 )
         return ""
+
+    def guess(self) -> str:
+        if not self._guessed:
+            return ""
+        how = "lower-cased and without accents" if self.casing.lowercase else "cased"
+        other = "false" if self.casing.lowercase else "true"
+        return (
+            f"{self.path}: no {CONFIG} beside it says whether it is cased; by its tokens text is {how}: if not, put "
+            f'{{"do_lower_case": {other}}} into one there'
+        )
 
     def as_json(self) -> bytes:
         """The tokenizer.json of it, without the cutting of long words."""

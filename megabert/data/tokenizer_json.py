@@ -39,6 +39,8 @@ BERT_FIELDS = {
     "strip_accents": "strip_accents",
     "handle_chinese_chars": "tokenize_chinese_chars",
 }
+# fields of BERT's normalizer by those of `Casing`
+NORMALIZER = {"lowercase": "lowercase", "strip_accents": "strip_accents", "ideographs": "handle_chinese_chars"}
 # words to test whether tokens cross words
 WORDS_TRIED = 512
 # GPT-2's character of each byte (Radford et al. 2019): itself if printable, the others from 256 on
@@ -124,6 +126,15 @@ def bert_normalizer(tree: Mapping[str, Any], path: Path) -> Any:
     base.read_casing(path.with_name(CONFIG))
     fields = {name: config[field] for name, field in BERT_FIELDS.items() if field in config}
     return normalizer | {"strip_accents": None} | fields
+
+
+def casing_beside(path: Path) -> dict[str, bool | None]:
+    """The fields of `Casing` that BERT's normalizer in a tokenizer.json beside a vocab.txt has; {} without one."""
+    normalizer = _beside(path, JSON).get("normalizer")
+    if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
+        return {}
+    values = {name: normalizer.get(field) for name, field in NORMALIZER.items()}
+    return base.checked_casing(values, NORMALIZER, str(path.with_name(JSON)), "normalizer.")
 
 
 def with_added(tokenizer: Tokenizer) -> Tokenizer:

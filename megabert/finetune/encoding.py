@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megabert.common.logs import log
 from megabert.data.text import stand_together
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.files import Example, QuestionExample, SentenceExample, TextExample
@@ -45,19 +46,23 @@ class TaskItem:
     char_spans: np.ndarray
     # int64 [w], of the positions those of the words' first tokens; None if only these are read.
     words: np.ndarray | None = None
+    # Whether the text or question, or the only word of a window, has lost its end.
+    truncated: bool = False
 
 
 NO_SPANS = np.zeros((0, 2), np.int64)
 ORIGIN = np.zeros((1, 2), np.int64)
 FIRST = np.zeros(1, np.int64)
+# Labels in a log line.
+MOST_SHOWN = 10
 # Contexts encoded at once: libraries return some 200 bytes for each token.
 CHUNK = 512
 
 
-def natural_order(label: str) -> tuple[tuple[str, int, str], ...]:
-    """Key by which numbers in names are ordered as numbers: "2" before "10"."""
-    if re.fullmatch(r"-\d+", label):
-        return (("", int(label), label),)
+def natural_order(label: str) -> tuple[tuple[str, float, str], ...]:
+    """Key by which numbers, and numbers in names, are ordered as numbers: "-1.5" before "2" before "10"."""
+    if re.fullmatch(r"-?\d+(\.\d+)?", label):
+        return (("", float(label) if "." in label else int(label), label),)
     parts = re.findall(r"(\D*)(\d*)", label)
     return tuple((text, int(number or -1), number) for text, number in parts)
 
@@ -87,6 +92,34 @@ def collect_labels(task: Task, examples: Sequence[Any]) -> tuple[str, ...]:
     return labels
 
 
+def describe_labels(task: Task, labels: Sequence[str]) -> str:
+    """The labels in the order of their classes, the first ones of many, and the metrics that are of the last."""
+    shown = ", ".join(labels[:MOST_SHOWN]) + f", … ({len(labels):,} in all)" * (len(labels) > MOST_SHOWN)
+    of_last = [name for name in task.metrics if task.kind == "classify" and name in BINARY_METRICS]
+    return shown + (f" ({', '.join(of_last)} of {labels[-1]}; --labels names another order)" if of_last else "")
+
+
+def warn_truncated(source: object, task: Task, max_length: int, truncated: int, texts: int) -> None:
+    """Log how many of the `texts` of a source have lost their end, if any have."""
+    what, most = f"texts are longer than {max_length} tokens", "; a larger --max-length in training keeps it"
+    if task.kind == "span":
+        what, most = f"questions are longer than {longest_question(max_length)} tokens", ""
+    if task.kind == "tag":
+        what = f"sentences have words that are longer than {max_length} tokens"
+    if truncated:
+        log.warning(f"{source}: {truncated:,} of {texts:,} {what} and lost their end{most}")
+
+
+def count_truncated(items: Sequence[TaskItem]) -> int:
+    """The number of examples that have lost their end."""
+    return len({item.example for item in items if item.truncated})
+
+
+def longest_question(max_length: int) -> int:
+    """Tokens."""
+    return min(MAX_QUESTION, (max_length - 3) // 2)
+
+
 def tags_every_token(task: Task, labels: Sequence[str]) -> bool:
     """Whether tags are B- and I- of entities, so that a model can tag all tokens of a word: its further ones are inside the entity."""
     inside = {"O", *(f"I-{label[2:]}" for label in labels if label.startswith("B-"))}
@@ -97,7 +130,7 @@ def tags_every_token(task: Task, labels: Sequence[str]) -> bool:
 @dataclass(frozen=True)
 class TaskEncoding:
     """How examples become items of at most `max_length` tokens. `stride`: tokens between the starts of windows; `every_token`: read and
-    tag all tokens of words, as of `tags_every_token`."""
+    tag all tokens of words, as of `tags_every_token`; `separators`: [SEP] between the texts of a pair."""
 
     task: Task
     tokenizer: Tokenizer
@@ -105,6 +138,7 @@ class TaskEncoding:
     max_length: int
     stride: int = 128
     every_token: bool = False
+    separators: int = 1
 
     def encode(self, examples: Sequence[Example]) -> list[TaskItem]:
         """The items of the examples in order. Raises ValueError naming file and line for a label that is not in `labels`."""
@@ -114,8 +148,14 @@ class TaskEncoding:
     def _row(self, a: np.ndarray, b: np.ndarray | None = None) -> tuple[np.ndarray, int]:
         """(int32 [CLS] a [SEP] b [SEP], where segment 1 begins)."""
         cls, sep = ([i] for i in (self.tokenizer.cls_id, self.tokenizer.sep_id))
-        parts: list[Any] = [cls, a, sep] if b is None else [cls, a, sep, b, sep]
-        return np.concatenate(parts, dtype=np.int32), len(a) + 2
+        before: list[Any] = [cls, a, sep if b is None else sep * self.separators]
+        parts = before if b is None else [*before, b, sep]
+        return np.concatenate(parts, dtype=np.int32), sum(map(len, before))
+
+    @property
+    def _pair_room(self) -> int:
+        """Tokens of both texts of a pair."""
+        return self.max_length - 2 - self.separators
 
     def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         from megabert.hf import tokenizer_files
@@ -152,13 +192,15 @@ class TaskEncoding:
         for i, (example, a) in enumerate(zip(examples, firsts, strict=True)):
             if seconds is None:
                 ids, second = self._row(a[: self.max_length - 2])
+                truncated = len(a) > self.max_length - 2
             else:
                 # Of a room of odd size the longer part has one token more, b if they are equal.
-                b, room = seconds[i], self.max_length - 3
+                b, room = seconds[i], self._pair_room
                 odd = room % 2 if len(a) > len(b) else 0
                 keep_a, keep_b = max(room - len(b), room // 2 + odd), max(room - len(a), (room + 1) // 2 - odd)
                 ids, second = self._row(a[:keep_a], b[:keep_b])
-            yield TaskItem(i, ids, second, FIRST, self._text_targets(example), NO_SPANS)
+                truncated = len(a) + len(b) > room
+            yield TaskItem(i, ids, second, FIRST, self._text_targets(example), NO_SPANS, truncated=truncated)
 
     def _text_targets(self, example: TextExample) -> np.ndarray:
         if isinstance(example.label, str):
@@ -196,17 +238,18 @@ class TaskEncoding:
             targets = self._find_classes(example.where, tags)
             for first, start, end, last in _word_windows(at, room, self.stride):
                 ids_inside = ids[at[first] : min(at[last], at[first] + room)]
+                truncated = at[last] - at[first] > room
                 row, second = self._row(ids_inside)
                 # the neighbour of a word without tokens, [CLS] where there is none
                 words = np.clip(read[start:end] - at[first], -1, len(ids_inside) - 1)
                 if not each:
-                    yield TaskItem(i, row, second, 1 + words, targets[start:end], NO_SPANS)
+                    yield TaskItem(i, row, second, 1 + words, targets[start:end], NO_SPANS, truncated=truncated)
                     continue
                 begin = min(at[start], at[first] + len(ids_inside) - 1)
                 tokens = slice(begin, max(begin + 1, min(at[end], at[first] + room)))
                 positions = np.arange(tokens.start, tokens.stop) - at[first] + 1
                 words = np.clip(read[start:end] - begin, 0, len(positions) - 1)
-                yield TaskItem(i, row, second, positions, targets[tokens], offsets[tokens], words)
+                yield TaskItem(i, row, second, positions, targets[tokens], offsets[tokens], words, truncated)
 
     # ---- spans
 
@@ -214,11 +257,11 @@ class TaskEncoding:
         distinct = list(dict.fromkeys(e.context for e in examples))
         encoded = zip(distinct, self._ids_and_offsets(distinct), strict=True)
         contexts = {context: (ids, np.concatenate([ORIGIN, offsets])) for context, (ids, offsets) in encoded}
-        longest = min(MAX_QUESTION, (self.max_length - 3) // 2)
+        longest = longest_question(self.max_length)
         for i, (example, asked) in enumerate(zip(examples, self._ids([e.question for e in examples]), strict=True)):
             question, (tokens, char_spans) = asked[:longest], contexts[example.context]
             answer = _answer_tokens(example, char_spans[1:])
-            room = self.max_length - 3 - len(question)
+            room = self._pair_room - len(question)
             step = min(self.stride, room)
             for start in range(0, max(len(tokens) - room, 0) + step, step):  # the last window reaches the end
                 end = min(start + room, len(tokens))
@@ -230,7 +273,7 @@ class TaskEncoding:
                 inside = char_spans[: end + 1]  # most contexts are one window; their questions share the array
                 if start:
                     inside = np.concatenate([ORIGIN, char_spans[start + 1 : end + 1]])
-                yield TaskItem(i, ids, second, positions, targets, inside)
+                yield TaskItem(i, ids, second, positions, targets, inside, truncated=len(asked) > longest)
 
 
 # ---- words

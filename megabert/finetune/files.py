@@ -21,6 +21,8 @@ from megabert.data.text import find_words
 from megabert.finetune.tasks import RANKING_METRICS, Task
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
+# a list as text: of quoted labels, of numbers, or of several values; not a label in brackets
+LIST = re.compile(r"\s*\[\s*(['\"].*|[\d.-][^\[\]]*|[^\[\]]*,[^\[\]]*)?\]\s*")
 
 
 @dataclass(frozen=True)
@@ -121,19 +123,25 @@ def _rows(task: Task, path: Path, columns: list[str]) -> Iterator[tuple[str, lis
 
 
 def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
-    columns = task.columns(labelled)
+    columns = wanted = task.columns(labelled)
+    if task.kind == "score" and task.pair and not labelled:
+        # a list of negatives is of texts too; where there is no such column, the texts once more
+        columns = [*wanted, f"{task.label}|{task.text[1]}"]
     may_be_empty = task.label if labelled and task.kind == "multilabel" else None
-    cut = count = 0
+    cut = count = dropped = 0
     for number, (where, row) in enumerate(_rows(task, path, columns)):
         if task.cut_rows and not (row and all(cell is not None and str(cell).strip() for cell in row)):
             cut += 1
             continue
-        cells = dict(zip(columns, row, strict=True))
+        cells = dict(zip(wanted, row, strict=False))
+        values = row[-1] if len(row) > len(wanted) else cells.get(task.label)
         a, b = (*(cells[name] for name in task.text), None)[:2]
         if task.kind == "score" and isinstance(b, list):
             if task.id:
                 raise ValueError(f"{where}: --id {task.id}: a list of texts has no ids; give one text a line")
-            for text, value in _ranked(where, a, b, cells.get(task.label), labelled):
+            ranked, same = _ranked(where, a, b, values, labelled)
+            dropped += same
+            for text, value in ranked:
                 _refuse_negative(task, where, value)
                 yield TextExample(str(count), where, a, text, value)
                 count += 1
@@ -149,6 +157,8 @@ def _texts(task: Task, path: Path, labelled: bool) -> Iterator[TextExample]:
         yield TextExample(identity, where, a, b, label)
     if cut:
         log.warning(f"{path}: {cut:,} rows are cut at a tab or a line end and left out")
+    if dropped:
+        log.warning(f"{path}: {dropped:,} negatives are the query or one of its positives, and left out")
 
 
 def _refuse_negative(task: Task, where: str, value: Any) -> None:
@@ -158,24 +168,22 @@ def _refuse_negative(task: Task, where: str, value: Any) -> None:
 
 def _ranked(
     where: str, query: Any, texts: list[Any], values: Any, labelled: bool
-) -> Iterator[tuple[str, float | None]]:
-    """Each text of a query with its score: `values` are the scores, or negatives with score 0 while `texts` have 1. Negatives that
-    equal the query or a positive are dropped."""
-    values = values if labelled else []
+) -> tuple[list[tuple[str, float | None]], int]:
+    """(each text of a query with its score, the number of dropped negatives): `values` are the scores, or negatives with score 0 while
+    `texts` have 1. Negatives that equal the query or a positive are dropped. Unlabelled, negatives are texts."""
     named = all(isinstance(one, str) and one.strip() for one in [query, *texts])
-    if not (texts and named and isinstance(values, list)):
+    if not (texts and named and (isinstance(values, list) or not labelled)):
         raise ValueError(f"{where}: is not a query, a list of its texts, and a list of their scores or of negatives")
+    if isinstance(values, list) and values and all(isinstance(one, str) and one.strip() for one in values):
+        negatives = [text for text in values if text not in (query, *texts)]
+        pairs: list[tuple[str, float | None]] = [*((text, 1.0) for text in texts), *((text, 0.0) for text in negatives)]
+        same = 0 if values is texts else len(values) - len(negatives)
+        return (pairs, same) if labelled else ([(text, None) for text, _ in pairs], same)
     if not labelled:
-        yield from ((text, None) for text in texts)
-    elif values and all(isinstance(one, str) and one.strip() for one in values):
-        yield from ((text, 1.0) for text in texts)
-        yield from ((text, 0.0) for text in values if text not in (query, *texts))
-    elif len(values) == len(texts) and all(type(one) in (int, float) for one in values) and _finite(values):
-        yield from zip(texts, map(float, values), strict=True)
-    else:
-        raise ValueError(
-            f"{where}: has {len(values)} scores of {len(texts)} texts, or some that are not finite numbers"
-        )
+        return [(text, None) for text in texts], 0
+    if len(values) == len(texts) and all(type(one) in (int, float) for one in values) and _finite(values):
+        return list(zip(texts, map(float, values), strict=True)), 0
+    raise ValueError(f"{where}: has {len(values)} scores of {len(texts)} texts, or some that are not finite numbers")
 
 
 def _finite(values: list[float]) -> bool:
@@ -188,7 +196,7 @@ def _finite(values: list[float]) -> bool:
 def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
     if task.kind == "multilabel":
         # A list of labels, or a text of labels separated by commas; it may be empty.
-        if isinstance(value, str) and re.fullmatch(r"\s*\[\s*(['\"].*)?\]\s*", value):
+        if isinstance(value, str) and LIST.fullmatch(value):
             raise ValueError(f"{where}: {value!r:.40} is a list as text; write a,b, or JSON lines with a list")
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
@@ -197,7 +205,11 @@ def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
         labels = [_plain(where, task.label, part) for part in value]
         if joined := next((label for label in labels if "," in label), None):
             raise ValueError(f"{where}: label {joined!r:.60} holds a comma, which separates labels; replace it")
-        return tuple(_known(task, where, label) for label in labels)
+        known = tuple(_known(task, where, label) for label in labels)
+        if twice := next((label for label in known if known.count(label) > 1), None):
+            each = "a list holds names of labels, each once, not 0 and 1 for each label"
+            raise ValueError(f"{where}: label {twice!r:.60} twice in column {task.label!r}: {each}")
+        return known
     if task.kind == "score":
         try:
             number = math.nan if isinstance(value, bool) else float(value)

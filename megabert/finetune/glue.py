@@ -56,7 +56,7 @@ FILE = re.compile(r"(train|dev|validation)(_matched|_mismatched)?(-00000-of-0000
 SHARE, MOST = 0.1, 2_000
 PAGE = "results.md"
 # fields of a summary's settings in which tasks of one page differ
-OF_A_TASK = ("task", "kind", "text", "label", "labels", "metrics", "files_sha256")
+OF_A_TASK = ("task", "kind", "text", "label", "id", "labels", "metrics", "files_sha256")
 
 
 # A task with its files: "train" and "reported", for MNLI "reported-m" and "reported-mm".

@@ -22,6 +22,7 @@ from megabert.common.run_files import CONFIG
 from megabert.finetune import save
 from megabert.finetune.heads import TOKEN_KINDS
 from megabert.finetune.save import Described, Finetuned
+from megabert.finetune.scores import log_odds
 from megabert.hf import mapping, tokenizer_files
 from megabert.hf.model_card import page
 
@@ -92,8 +93,10 @@ def config(described: Described, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def weights(finetuned: Finetuned) -> dict[str, Tensor]:
-    """fp32 weights under transformers' names. Raises ValueError naming a missing or unused tensor."""
+    """fp32 weights under transformers' names, whose bias has the threshold, so that it is a half there. Raises ValueError naming a
+    missing or unused tensor."""
     saved = load_file(finetuned.folder / save.WEIGHTS)
+    saved["head.output.bias"][1:2] -= log_odds(finetuned.described.threshold)
     encoder, head = (
         {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
         for prefix in ("encoder.", "head.")
@@ -114,7 +117,8 @@ def weights(finetuned: Finetuned) -> dict[str, Tensor]:
 def write(finetuned: Finetuned, folder: Path) -> None:
     """Write everything but the card."""
     tokenizer, described = finetuned.tokenizer, finetuned.described
-    files = tokenizer_files.files(tokenizer, described.max_length, described.config.model.segmented)
+    segmented, separators = described.config.model.segmented, described.separators
+    files = tokenizer_files.files(tokenizer, described.max_length, segmented, separators)
     files[CONFIG] = tokenizer_files.as_json(config(described, tokenizer.special_ids))
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -141,7 +145,8 @@ def card(finetuned: Finetuned, name: str) -> str:
     shape |= {"layers, width, heads": f"{model.layers}, {model.hidden}, {model.heads}"}
     shape |= {"max_length": described.max_length, "tokenizer SHA-256": finetuned.tokenizer.sha256}
     if described.threshold != 0.5:
-        shape["threshold"] = f"`{described.labels[1]}` where its probability is above {described.threshold:.6g}"
+        above = f"where its probability in training's terms is above {described.threshold:.6g}, here above a half"
+        shape["threshold"] = f"`{described.labels[1]}` {above} (the bias differs)"
     scores = {metric: f"{value:.4f}" for metric, value in results.get("dev", {}).items()}
     tables = {
         "Settings": results.get("settings", {}) | shape,

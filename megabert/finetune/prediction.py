@@ -24,7 +24,7 @@ from megabert.data.tokenizer import UnknownTokens
 from megabert.distributed.ranks import World, discover
 from megabert.finetune import files, save, scores
 from megabert.finetune.batches import ItemLayout, collate
-from megabert.finetune.encoding import TaskItem
+from megabert.finetune.encoding import TaskItem, count_truncated, warn_truncated
 from megabert.finetune.heads import TOKEN_KINDS, Finetuner
 from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
@@ -111,8 +111,11 @@ def predict_file(
     columns = tuple(text) or task.text
     if task.text and len(columns) != len(task.text):
         raise ValueError(f"--text: names {len(columns)} columns, and {task.name} reads {len(task.text)}; name as many")
-    # The label column is not read, so it may be any existing one.
-    usual, task = task.id, replace(task, text=columns, label=columns[0] if columns else "", id=identity)
+    # The label column is not read, so it may be any existing one, but the negatives of a ranking are texts.
+    label = columns[0] if columns else ""
+    if task.kind == "score" and task.pair and task.label.isdecimal() == label.isdecimal():
+        label = task.label
+    usual, task = task.id, replace(task, text=columns, label=label, id=identity)
     if not (identity or lines) and files.has_ids(task, usual, Path(path)):
         task = replace(task, id=usual)
     if probabilities and task.kind not in ("classify", "multilabel"):
@@ -124,11 +127,13 @@ def predict_with(
     model: Finetuned, task: Task, path: Path, output: Path, lines: bool = False, probabilities: bool = False
 ) -> int:
     """As `predict_file`, with a model from `ready` and its task with the file's columns."""
-    described, unknown, world = model.described, UnknownTokens(model.tokenizer), discover()
+    described, unknown, world, truncated = model.described, UnknownTokens(model.tokenizer), discover(), 0
     most = BATCH_TOKENS if world.device.type == "cpu" else EVALUATION_TOKENS
 
     def encoded(examples: list[Any]) -> tuple[list[Any], list[TaskItem]]:
+        nonlocal truncated
         items = model.items(task, examples)
+        truncated += count_truncated(items)
         unknown.add(item.ids for item in items)
         return examples, items
 
@@ -144,4 +149,5 @@ def predict_with(
 
     count = scores.write(task, predicted(), output, described.labels if probabilities else ())
     unknown.warn(path)
+    warn_truncated(path, task, described.max_length, truncated, count)
     return count

@@ -54,7 +54,7 @@ from megabert.finetune.prediction import compute_logits
 from megabert.finetune.save import Described
 from megabert.finetune.settings import Settings, list_runs
 from megabert.finetune.tasks import Task, find, goodness
-from megabert.hf import Pretrained
+from megabert.hf import Pretrained, mapping
 from megabert.metrics import Meter
 from megabert.trainer import Trainer
 
@@ -111,19 +111,30 @@ class Data:
 
 
 def encode_splits(
-    task: Task, examples: Mapping[str, Sequence[Example]], tokenizer: Tokenizer, settings: Settings, limit: int = 0
+    task: Task,
+    examples: Mapping[str, Sequence[Example]],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    limit: int = 0,
+    separators: int = 1,
 ) -> Data:
     """The first `limit` examples of each split (0: all), truncated by `settings`. Labels are those of the whole "train" file.
+    `separators` as of `TaskEncoding`.
 
     Raises ValueError naming file and line of another label.
     """
     labels = encoding.collect_labels(task, examples["train"])
     examples = {name: part[: limit or None] for name, part in examples.items()}
     every_token = encoding.tags_every_token(task, labels)
-    items_of = TaskEncoding(task, tokenizer, labels, settings.max_length, settings.stride, every_token)
+    how = settings.max_length, settings.stride, every_token, separators
+    items_of = TaskEncoding(task, tokenizer, labels, *how)
     items = {name: items_of.encode(part) for name, part in examples.items()}
     for name, part in items.items():
         UnknownTokens(tokenizer).add(item.ids for item in part).warn(f"the {name} file")
+        truncated = encoding.count_truncated(part)
+        encoding.warn_truncated(f"the {name} file", task, settings.max_length, truncated, len(examples[name]))
+    if labels:
+        log.info(f"labels: {encoding.describe_labels(task, labels)}")
     return Data(task, labels, examples, items)
 
 
@@ -133,8 +144,10 @@ def describe(data: Data, start: Pretrained, settings: Settings, world_size: int,
     last = parse_layers(settings.layers, config.model.layers) == [config.model.layers]
     layers = "last" if last else settings.layers
     every_token = encoding.tags_every_token(data.task, data.labels)
-    lengths = settings.max_length, settings.stride
-    return Described(data.task, data.labels, *lengths, config, layers=layers, every_token=every_token)
+    lengths, separators = (settings.max_length, settings.stride), mapping.pair_separators(config.model)
+    return Described(
+        data.task, data.labels, *lengths, config, layers=layers, every_token=every_token, separators=separators
+    )
 
 
 # ---- the run
@@ -348,7 +361,8 @@ def train_tasks(
 
     page, commons = "", [check(*given) for given in tasks]
     for (task, files, folder), common in zip(tasks, commons, strict=True):
-        data = encode_splits(task, read(task, files), start.tokenizer, settings, limit)
+        separators = mapping.pair_separators(model)
+        data = encode_splits(task, read(task, files), start.tokenizer, settings, limit, separators)
         for name, part in data.examples.items():
             log.info(f"{name}: {len(part):,} examples, {len(data.items[name]):,} items")
         check_same(world, common)
@@ -388,6 +402,7 @@ def common_settings(
     """Values common to all runs of a folder that affect their results: model, task, files, and settings."""
     digests = {name: [hash_file(part) for part in tables.files(path)] for name, path in files.items()}
     plain = {name: value for name, value in asdict(settings).items() if name not in ("seed", "lr")}
+    separators = mapping.pair_separators(start.config.model)
     return {
         "model_sha256": hf.fingerprint(start.trained_weights),
         "tokenizer_sha256": start.tokenizer.sha256,
@@ -395,10 +410,13 @@ def common_settings(
         "kind": task.kind,
         "text": list(task.text),
         "label": task.label,
+        "id": task.id,
         "labels": list(labels),
         "metrics": list(task.metrics),
         "files_sha256": digests,
         "limit": limit,
+        # an earlier version always had one
+        **({"separators": separators} if separators > 1 and (task.pair or task.kind == "span") else {}),
         **plain,
     }
 
@@ -414,7 +432,7 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}: is damaged; name another --output") from None
         # An earlier version may not have had all settings.
         usual = {each.name: each.default for each in fields(Settings)}
-        usual["tokenizer_sha256"] = common.get("tokenizer_sha256")
+        usual |= {"tokenizer_sha256": common.get("tokenizer_sha256"), "id": ""}
         for name in {**common, **there}:
             before, now = (values.get(name, usual.get(name)) for values in (there, common))
             if before != now:

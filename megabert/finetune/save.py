@@ -43,8 +43,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Described:
-    """Description of a fine-tuned model without its weights. `max_length`, `stride` and `every_token` (false in models saved before it
-    was) as of `encoding.TaskEncoding`, `threshold` as of `scores.decode`, `layers` as of `heads.Finetuner`."""
+    """Description of a fine-tuned model without its weights. `max_length`, `stride`, `every_token` and `separators` (false and 1 in
+    models saved before they were) as of `encoding.TaskEncoding`, `threshold` as of `scores.decode`, `layers` as of `heads.Finetuner`."""
 
     task: Task
     labels: tuple[str, ...]
@@ -54,6 +54,7 @@ class Described:
     threshold: float = 0.5
     layers: str = "last"
     every_token: bool = False
+    separators: int = 1
 
     @property
     def outputs(self) -> int:
@@ -78,7 +79,8 @@ class Finetuned:
     def items(self, task: Task, examples: Sequence[Example]) -> list[TaskItem]:
         """Examples encoded as in training; `task` is the model's, possibly with other columns. Raises as `TaskEncoding.encode`."""
         d = self.described
-        return TaskEncoding(task, self.tokenizer, d.labels, d.max_length, d.stride, d.every_token).encode(examples)
+        how = d.max_length, d.stride, d.every_token, d.separators
+        return TaskEncoding(task, self.tokenizer, d.labels, *how).encode(examples)
 
 
 def save(

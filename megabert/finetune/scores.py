@@ -94,7 +94,7 @@ def decode(
     if task.kind == "multilabel":
         return [[label for label, value in zip(labels, values, strict=True) if value > 0] for values in texts]
     if len(labels) == 2:
-        least = math.log(threshold / (1 - threshold))
+        least = log_odds(threshold)
         return [labels[int(margin > least)] for margin in margins(texts)]
     return [labels[int(values.argmax())] for values in texts]
 
@@ -111,6 +111,11 @@ def margins(logits: Logits) -> np.ndarray:
     """float64 [n]: log odds of the second of two labels."""
     both = np.asarray(logits, np.float64)
     return both[:, 1] - both[:, 0]
+
+
+def log_odds(probability: float) -> float:
+    """Natural logarithm of p / (1 - p)."""
+    return math.log(probability / (1 - probability))
 
 
 def best_threshold(truth: Sequence[str], logits: Logits, labels: Labels) -> float:

@@ -393,6 +393,12 @@ def find_model_type(cfg: ModelConfig) -> str:
     )
 
 
+def pair_separators(model: ModelConfig) -> int:
+    """The number of [SEP] between the texts of a pair; RoBERTa's layout, whose positions follow the padding's id, has two (Liu et al.
+    2019)."""
+    return 2 if model.first_position and not model.nsp else 1
+
+
 def find_family(cfg: ModelConfig) -> Family:
     """The architecture of Hugging Face that a model is. Errors as of `find_model_type`."""
     return FAMILIES[find_model_type(cfg)]

@@ -13,6 +13,7 @@ import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megabert.common.run_files import CONFIG, TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig, replace
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
-from megabert.data.tokenizer_json import added_tokens_beside, bert_normalizer
+from megabert.data.tokenizer_json import NORMALIZER, added_tokens_beside, bert_normalizer
 from megabert.hf import mapping, relatives
 from megabert.model import BertForPreTraining, meta_model, truncated_normal
 
@@ -48,12 +49,13 @@ HEADS = {
     POOLER: ("bert.pooler.",),
     NSP_HEAD: ("cls.seq_relationship.",),
 }
-# parts of a WordPiece tokenizer.json, fields of its model, and the fields of its normalizer by those of `Casing`
+# parts of a WordPiece tokenizer.json, and fields of its model
 WORDPIECE = {"unk_token": "[UNK]", "continuing_subword_prefix": CONTINUATION, "max_input_chars_per_word": MAX_WORD}
 STAGES = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
-NORMALIZER = {"lowercase": "lowercase", "strip_accents": "strip_accents", "ideographs": "handle_chinese_chars"}
 # names of these heads' parameters in ours
 OUR_HEADS = {MLM_HEAD: "mlm.", POOLER: "pooler.", NSP_HEAD: "nsp."}
+# entry in the state of a run of step 0: `Pretrained.initialised`
+INITIALISED = "initialised"
 # layers that fine-tuning adds
 ADDED = ("classifier.", "qa_outputs.")
 # parts of names in the first releases, and in the state dict of a compiled module
@@ -65,8 +67,8 @@ COMPILED = "_orig_mod."
 class Pretrained:
     """`weights` are fp32 by parameter name; `state` are the other entries of the checkpoint; `run_dir` is its folder.
 
-    Of a Hugging Face folder, `initialised` are heads that it did not have and that are those of a new model, `ignored` its
-    tensors for which ours has no place.
+    `initialised` are heads that are those of a new model, since a Hugging Face folder did not have them, also after it was written
+    as a run; `ignored` are its tensors for which ours has no place.
     """
 
     run_dir: Path
@@ -92,6 +94,16 @@ class Pretrained:
         new = tuple(OUR_HEADS[head] for head in self.initialised if head in OUR_HEADS)
         return {name: tensor for name, tensor in self.weights.items() if not name.startswith(new)}
 
+    def with_weights(self, weights: dict[str, Tensor]) -> Pretrained:
+        """The model with other weights; a head whose weights changed is trained."""
+        changed = [name for name, weight in weights.items() if not weight.equal(self.weights[name])]
+
+        def is_new(head: str) -> bool:
+            prefix = OUR_HEADS[head.partition(" (")[0]]
+            return not any(name.startswith(prefix) for name in changed)
+
+        return replace_fields(self, weights=weights, initialised=tuple(filter(is_new, self.initialised)))
+
     def model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
         """The model without dropout."""
         causal = self.config.data.masking.causal
@@ -100,7 +112,7 @@ class Pretrained:
         return built.to(device, dtype).eval()
 
     def refuse_without_mlm_head(self) -> None:
-        """Raises ValueError for a Hugging Face folder whose weights are not those of a language model."""
+        """Raises ValueError for a model whose weights are not those of a language model."""
         if any(head.startswith(MLM_HEAD) for head in self.initialised):
             raise ValueError(
                 f"{self.run_dir}: has no {MLM_HEAD} (cls.predictions…), so it predicts no words; name another"
@@ -140,7 +152,9 @@ def load(source: str | Path, tokenizer: str | Path = "") -> Pretrained:
     found = _tokenizer_of_run(run_dir, cfg, sha256, tokenizer)
     if found.vocab_size != cfg.model.vocab_size:
         raise ValueError(f"{found.path}: {found.vocab_size} tokens, but the model has {cfg.model.vocab_size}")
-    return Pretrained(run_dir, weights, state, cfg, found)
+    # of a folder that `write_run` wrote; training trains all heads
+    initialised = state.get(INITIALISED, ()) if state["step"] == 0 else ()
+    return Pretrained(run_dir, weights, state, cfg, found, tuple(initialised))
 
 
 def _tokenizer_of_run(run_dir: Path, cfg: Config, sha256: str, named: str | Path) -> Tokenizer:
@@ -165,7 +179,8 @@ def write_run(pretrained: Pretrained, run: str | Path, files: Mapping[str, bytes
     """Write the model as the only checkpoint, of step 0, of a new run folder: to evaluate, export or fine-tune, or to begin a run with
     (`init_from`). `files`: others in the folder, by name; `state`: changed entries of its state. Raises ValueError for a folder that is
     not empty."""
-    entries = {name: value for name, value in pretrained.state.items() if name != "step"} | state
+    entries = {name: value for name, value in pretrained.state.items() if name not in ("step", INITIALISED)} | state
+    entries |= {INITIALISED: list(pretrained.initialised)} if pretrained.initialised else {}
     with atomic_folder(run, CONFIG) as new:
         for name, data in {**pretrained.tokenizer.files(), **(files or {})}.items():
             (new / name).write_bytes(data)
@@ -219,6 +234,8 @@ def read(
     data = DataConfig(masking=MaskingConfig(strategy="causal" if causal else "token"))
     cfg = Config(model=model, data=data)
     state = start_state(folder, cfg, found)
+    if guess := found.guess():
+        log.warning(guess)
     return Pretrained(folder, ours, state, cfg, found, tuple(initialised), tuple(ignored))
 
 

@@ -94,8 +94,9 @@ def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tupl
     return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
 
 
-def build(tokenizer: Tokenizer) -> Any:
-    """A `tokenizers.Tokenizer` with the ids of `tokenizer`, and `[CLS] A [SEP] B [SEP]` with segments around them.
+def build(tokenizer: Tokenizer, separators: int = 1) -> Any:
+    """A `tokenizers.Tokenizer` with the ids of `tokenizer`, and `[CLS] A [SEP] B [SEP]` with segments around them, with `separators`
+    [SEP] between A and B.
 
     Raises ValueError naming the property of the SentencePiece model that cannot be expressed.
     """
@@ -104,30 +105,30 @@ def build(tokenizer: Tokenizer) -> Any:
 
     sentencepiece = tokenizer.kind == "sentencepiece"
     if isinstance(tokenizer, FastTokenizer):
-        return _from_json(tokenizer)
+        return _from_json(tokenizer, separators)
     built = _from_sentencepiece(tokenizer) if sentencepiece else _from_wordpiece(tokenizer)
     controls = [piece.piece for piece in tokenizer.proto.pieces if piece.type == CONTROL] if sentencepiece else []
     for token in dict.fromkeys([*SPECIAL_TOKENS, *controls]):
         # SentencePiece's mask stands for a word and the space before it, BERT's for the word alone.
         strip = sentencepiece and token == "[MASK]"
         built.add_special_tokens([tokenizers.AddedToken(token, lstrip=strip, normalized=False, special=True)])
-    built.post_processor = _template(tokenizer)
+    built.post_processor = _template(tokenizer, separators)
     assert built.get_vocab_size() == tokenizer.vocab_size
     return built
 
 
-def _template(tokenizer: Tokenizer) -> Any:
+def _template(tokenizer: Tokenizer, separators: int) -> Any:
     from tokenizers.processors import TemplateProcessing
 
     first, last = tokenizer.tokens[tokenizer.cls_id], tokenizer.tokens[tokenizer.sep_id]
     return TemplateProcessing(
         single=[first, "$A", last],
-        pair=[first, "$A", last, "$B:1", f"{last}:1"],
+        pair=[first, "$A", *[last] * separators, "$B:1", f"{last}:1"],
         special_tokens=[(first, tokenizer.cls_id), (last, tokenizer.sep_id)],
     )
 
 
-def _from_json(tokenizer: FastTokenizer) -> Any:
+def _from_json(tokenizer: FastTokenizer, separators: int) -> Any:
     """The file's own tokenizer, with our template; its mask stands for a word and the space before it where tokens hold spaces."""
     import tokenizers
     from tokenizers import pre_tokenizers, processors
@@ -141,7 +142,7 @@ def _from_json(tokenizer: FastTokenizer) -> Any:
     built = tokenizers.Tokenizer.from_str(json.dumps(tree))
     built.no_padding()
     built.no_truncation()
-    built.post_processor = _template(tokenizer)
+    built.post_processor = _template(tokenizer, separators)
     # offsets of tokens without the space before them
     pre = json.loads(built.to_str())["pre_tokenizer"] or {}
     if pre.get("type") == "Metaspace" and pre["prepend_scheme"] == "always" and pre["split"]:
@@ -154,10 +155,11 @@ def _from_json(tokenizer: FastTokenizer) -> Any:
     return built
 
 
-def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[str, bytes]:
+def files(tokenizer: Tokenizer, max_length: int, segments: bool = True, separators: int = 1) -> dict[str, bytes]:
     """Every file of the tokenizer in a Hugging Face folder, by name; the original is among them.
 
-    `max_length` is the model's number of positions, `segments` whether it uses segment ids. Raises as `build` does.
+    `max_length` is the model's number of positions, `segments` whether it uses segment ids, `separators` as of
+    `build`. Raises as `build` does.
     """
     original, special = tokenizer.data, tokenizer.special_ids
     names = {
@@ -184,7 +186,7 @@ def files(tokenizer: Tokenizer, max_length: int, segments: bool = True) -> dict[
         config["mask_token"] = tokens["mask_token"] | {"__type": "AddedToken", "special": True}
     return {
         tokenizer.file_name: original,
-        "tokenizer.json": (build(tokenizer).to_str(pretty=True) + "\n").encode(),
+        "tokenizer.json": (build(tokenizer, separators).to_str(pretty=True) + "\n").encode(),
         "tokenizer_config.json": as_json(config),
         "special_tokens_map.json": as_json(tokens),
     }

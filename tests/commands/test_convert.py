@@ -13,14 +13,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import megabert
 from megabert import config, hf
 from megabert.checkpoint import load_weights
-from megabert.commands import convert, export, plan
+from megabert.commands import average, convert, export, fill, plan
 from megabert.distributed.watchdog import Watchdog
 from megabert.open_run import open_run
 from megabert.optim.schedule import learning_rate
 from tests.helpers import runs, wordpiece
-from tests.helpers.golden_runs import DATA, SMALL
+from tests.helpers.golden_runs import DATA, SMALL, trained
 from tests.helpers.loop import StopAt
 from tests.helpers.refusal import one_line, refusal
 
@@ -119,6 +120,26 @@ def test_next_sentence_head_is_kept_if_any(kind: str, tmp_path: Path, capsys) ->
     new = kind in ("BertModel", "BertForSequenceClassification")
     assert ("initialised as in a new model: masked-LM head\n" in shown) == new
     assert not new or 0.01 < found.weights["mlm.weight"].std() < 0.03
+    assert found.initialised == (("masked-LM head",) if new else ())
+
+
+def test_drawn_heads_stay_untrained_in_every_copy(tmp_path: Path, world, capsys) -> None:
+    """Until they are trained, in memory or from there."""
+    make(tmp_path / "hf", "BertModel", max_position_embeddings=512, num_hidden_layers=1, intermediate_size=128)
+    convert.convert(tmp_path / "hf", tmp_path / "run")
+    convert.convert(tmp_path / "run", tmp_path / "other", vocab=DATA)
+    loaded = megabert.load(tmp_path / "run")
+    loaded.save(tmp_path / "saved")
+    for name in ("run", "other", "saved"):
+        said = refusal(capsys, fill.main, "--model", tmp_path / name, "the [MASK]")
+        assert "has no masked-LM head" in said
+    loaded.model.mlm.weight.data += 1
+    loaded.save(tmp_path / "changed")
+    assert hf.load(tmp_path / "changed").initialised == ()
+    trained(world, tmp_path / "next", f"init_from={tmp_path / 'other'}", "model.nsp=false", "checkpoint.interval=1",
+            "checkpoint.keep=2")  # fmt: skip
+    average.average(tmp_path / "next", tmp_path / "mean")
+    assert hf.load(tmp_path / "next").initialised == hf.load(tmp_path / "mean").initialised == ()
 
 
 def test_names_of_the_first_releases_and_further_heads(tmp_path: Path, capsys) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+import megabert
 from megabert import checkpoint, hf
 from megabert.checkpoint import run_lock
 from megabert.commands import export, fill
@@ -62,6 +63,19 @@ def test_the_likeliest_words_or_a_mistake_are_printed(tmp_path: Path, capsys) ->
         ("caf\udce9 [MASK]", "the text is not valid UTF-8"),
     ):
         assert message in refusal(capsys, fill.main, "--model", run, text)
+
+
+def test_python_names_what_is_no_text(tmp_path: Path) -> None:
+    model = megabert.load(runs.make(tmp_path / "run", "uncased"))
+    for given in (model.tokenizer, model.logits):
+        with pytest.raises(ValueError, match="no texts; give one at least"):
+            given([])
+    for given in (model.tokenizer, model.logits, model.encode):
+        with pytest.raises(ValueError, match=r"texts\[1\]: has '\\ud800', which is half a character; remove"):
+            given(["a", "b \ud800"])
+        with pytest.raises(TypeError, match=r"texts\[0\]: expected str, got int"):
+            given([5])
+    assert model.encode([]).shape == (0, 32)
 
 
 def test_it_reads_beside_a_locked_run(world, tmp_path: Path, monkeypatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megabert import hf, train
 from megabert.checkpoint import load_weights
-from megabert.commands import average, export, fill, replay
+from megabert.commands import average, convert, export, fill, replay
 from megabert.commands.evaluate import evaluate_run
 from megabert.common.files import canonical
 from megabert.config import Config, replace
@@ -83,6 +83,32 @@ def test_other_models_cannot_be_averaged(world: World, run: Path, tmp_path: Path
     assert "its hidden is 64, the newest one's 32" in said and not (tmp_path / "mean").exists()
 
 
+def test_what_cannot_be_averaged_or_repeated_is_named(run: Path, tmp_path: Path, capsys) -> None:
+    said = refusal(capsys, average.main, "--run", run, "--output", tmp_path / "mean", "--last", 4)
+    assert f"--last 4: {run} has 3 checkpoints; lower --last, or train with checkpoint.keep=4\n" in said
+    average.average(run, tmp_path / "mean")
+    said = refusal(capsys, replay.main, tmp_path / "mean")
+    assert f"{tmp_path / 'mean'}: has no updates to repeat; it was converted, averaged or saved" in said
+    said = refusal(capsys, convert.main, "--model", run, "--vocab", DATA, "--no-nsp", "--run", tmp_path / "other")
+    assert f"--no-nsp: {run} is a run, whose heads stay as they are; leave --no-nsp out" in said
+    export.export(run, tmp_path / "hf")
+    said = refusal(capsys, export.main, "--model", run, "--output", tmp_path / "hf")
+    assert "hf: is not empty; name another folder, or give --overwrite\n" in said
+    runs.make(tmp_path / "start", "uncased")
+    with pytest.raises(ValueError, match=f"^{DATA}/tokenizer.model: is not the tokenizer that"):
+        evaluate_run(tmp_path / "start", str(DATA))
+
+
+def test_rates_by_the_clock_need_a_checkpoint(world: World, tmp_path: Path) -> None:
+    clock = ("schedule.by=minutes", "schedule.budget_minutes=1.0")
+    trained(world, tmp_path / "run", *clock, "checkpoint.keep=1")
+    (last,) = (tmp_path / "run/checkpoints").glob("step-*")
+    step = int(last.name.removeprefix("step-"))
+    needs = f"run: its rates follow the clock, so a replay needs a checkpoint before step {step}; kept: {step}"
+    with pytest.raises(ValueError, match=needs):
+        replay.interval(tmp_path / "run", None, None, "")
+
+
 def test_an_extended_run_is_replayed(tmp_path: Path, capsys, own_signals: None) -> None:
     data, run = str(random_rows(tmp_path / "data", 40, seed=1)), str(tmp_path / "run")
     words = ["--config", "tiny", "--data", data, "--run", run, *SMALL, "checkpoint.interval=1", "checkpoint.keep=5"]
@@ -100,7 +126,7 @@ def test_a_repetition_has_no_tracker_and_no_mirror(tmp_path: Path) -> None:
     for name, value in (("log.to", ["mlflow"]), ("log.wandb", "mine"), ("checkpoint.mirror", "s3://runs/one")):
         config = replace(config, name, value)
     (tmp_path / "config.json").write_bytes(canonical({"config": config.model_dump()}))
-    found = replay.read_config(tmp_path, config.digest(), "", resumed=True)
+    found = replay.read_config(tmp_path, config.digest(), "")
     assert (found.log.to, found.log.wandb, found.log.tensorboard, found.checkpoint.mirror) == ([], "", False, "")
 
 

@@ -75,6 +75,21 @@ def test_columns_are_joined_in_every_kind_of_table(tmp_path):
             list(tables.rows(path, ["a+d"]))
 
 
+def test_a_name_of_two_columns_cannot_be_read(tmp_path):
+    """Others beside it can."""
+    arrays = [pa.array(["x"]), pa.array(["y"]), pa.array(["z"])]
+    parquet.write_table(pa.table(arrays, names=["a", "b", "a"]), tmp_path / "t.parquet")
+    (tmp_path / "t.tsv").write_text("a\tb\ta\nx\ty\tz\n")
+    (tmp_path / "t.csv").write_text("a,b,a\nx,y,z\n")
+    for name, row in (("t.parquet", "row 0"), ("t.tsv", "line 2"), ("t.csv", "line 2")):
+        assert [values for _, values in tables.rows(tmp_path / name, ["b"])] == [["y"]]
+        for column in ("a", "b+a", "c|a"):
+            with pytest.raises(ValueError, match=rf"{name}, {row}: column '.*a' is there twice; rename one of them"):
+                list(tables.rows(tmp_path / name, [column]))
+    (tmp_path / "bare.tsv").write_text("x\tx\n")
+    assert [values for _, values in tables.rows(tmp_path / "bare.tsv", ["1"], headed=False)] == [["x"]]
+
+
 def test_damaged_tables_are_one_line(tmp_path):
     path = write(tmp_path, "t.parquet", ROWS)
     whole = path.read_bytes()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from megabert.data.tokenizer import MAX_BYTES, SPECIAL_IDS, SPECIAL_TOKENS, Tokenizer
+from megabert.data.tokenizer import MAX_BYTES, SPECIAL_IDS, SPECIAL_TOKENS, Casing, Tokenizer
 from megabert.hf import tokenizer_files
 from tests.helpers import runs, wordpiece
 
@@ -259,6 +259,32 @@ def test_casing_comes_from_config_or_caller(tmp_path):
     again = Tokenizer.load(tmp_path / "vocab.txt")
     assert again.sha256 == by_caller.sha256 and again.casing == by_caller.casing
     assert pickle.loads(pickle.dumps(again)).encode_batch([text]) == by_caller.encode_batch([text])
+
+
+def test_casing_without_config_is_that_of_a_tokenizer_json(tmp_path):
+    """Also where the config beside it does not say it; without these it is guessed, and that is said."""
+    path = wordpiece.write(tmp_path / "vocab.txt")
+    guess = Tokenizer.load(path)
+    assert guess.casing == Casing(True, True)
+    assert (
+        f"{path}: no tokenizer_config.json beside it says whether it is cased; by its tokens text is lower-cased"
+        in guess.guess()
+    )
+    assert 'put {"do_lower_case": false} into one there' in guess.guess()
+    normalizer = {"type": "BertNormalizer", "lowercase": True, "strip_accents": False, "handle_chinese_chars": True}
+    path.with_name("tokenizer.json").write_text(json.dumps({"normalizer": normalizer}))
+    for config in ("", '{"model_max_length": 512}'):
+        if config:
+            path.with_name("tokenizer_config.json").write_text(config)
+        found = Tokenizer.load(path)
+        assert found.casing == Casing(True, False) and not found.guess() and found.sha256 != guess.sha256
+        assert Tokenizer.load(path, lowercase=False).casing == Casing(False, False)
+    path.with_name("tokenizer_config.json").write_text('{"do_lower_case": true}')
+    assert Tokenizer.load(path).casing == Casing(True, True)
+    path.with_name("tokenizer_config.json").unlink()
+    path.with_name("tokenizer.json").write_text(json.dumps({"normalizer": normalizer | {"lowercase": 1}}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: normalizer\.lowercase is 1, must be true or false"):
+        Tokenizer.load(path)
 
 
 def test_a_malformed_casing_config_is_named(tmp_path):

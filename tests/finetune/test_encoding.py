@@ -9,15 +9,26 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer as Library
 
 from megabert.commands import export
 from megabert.commands.extraction import Extractor
 from megabert.data.text import find_words
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune import files, prediction, save
-from megabert.finetune.encoding import MAX_QUESTION, TaskEncoding, TaskItem, collect_labels, tags_every_token
+from megabert.finetune.encoding import (
+    MAX_QUESTION,
+    TaskEncoding,
+    TaskItem,
+    collect_labels,
+    count_truncated,
+    describe_labels,
+    tags_every_token,
+    warn_truncated,
+)
 from megabert.finetune.files import QuestionExample, SentenceExample, TextExample
 from megabert.finetune.tasks import PRESETS, Task, custom
+from megabert.hf import tokenizer_files
 from megabert.hf.read import load
 from megabert.objectives.minimal_pairs import SentenceScorer
 from tests.helpers import fast_tokenizers, finetuned, runs, tokenizers, wordpiece
@@ -66,8 +77,8 @@ def plain_sentences(folder: Path, texts: list[str]) -> list[SentenceExample]:
 
 def test_labels_of_task_or_training_file() -> None:
     assert collect_labels(PLAIN, [text("a", label=label) for label in ("y", "x", "y")]) == ("x", "y")
-    numbered = ("10 stars", "2 stars", "10", "b", "2", "1.5", "-1", "-20")
-    in_order = ("-20", "-1", "1.5", "2", "2 stars", "10", "10 stars", "b")
+    numbered = ("10 stars", "2 stars", "10", "b", "2", "1.5", "1.25", "-1", "-1.5", "-20")
+    in_order = ("-20", "-1.5", "-1", "1.25", "1.5", "2", "2 stars", "10", "10 stars", "b")
     assert collect_labels(PLAIN, [text("a", label=label) for label in numbered]) == in_order
     assert collect_labels(PRESETS["mnli"], []) == ("contradiction", "entailment", "neutral")
     tagged = [SentenceExample("0", "", ("a", "b"), ("O", "B-x")), SentenceExample("1", "", ("c",), ("I-x",))]
@@ -81,6 +92,29 @@ def test_labels_of_task_or_training_file() -> None:
     assert collect_labels(custom("classify", ["text"], "label", ["macro_f1"]), three) == ("x", "y", "z")
 
 
+def test_log_line_names_the_first_labels() -> None:
+    assert describe_labels(PLAIN, ("a", "b")) == "a, b"
+    both = custom("classify", ["text"], "label", ["f1", "accuracy", "auroc"])
+    assert describe_labels(both, ("a", "b")) == "a, b (f1, auroc of b; --labels names another order)"
+    assert describe_labels(TAG, list(map(str, range(1200)))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, … (1,200 in all)"
+
+
+@pytest.mark.parametrize(("task", "examples", "message"), [
+    (PLAIN, [text("the fox"), text("the " * 6), text("the " * 7)], "1 of 3 texts are longer than 8 tokens and lost"),
+    (PAIR, [text("the the", "the the the"), text("the the", "the the the the")], "1 of 2 texts are longer than 8"),
+    (SPAN, [question("the " * 9, "the", asked="the the"), question("the", asked="the the the")], "1 of 2 questions are longer than 2"),
+    (TAG, [SentenceExample("0", "", ("the",) * 20, None), SentenceExample("1", "", ("the", "x" * 60), None)],
+     "1 of 2 sentences have words that are longer than 8 tokens and lost their end"),
+])  # fmt: skip
+def test_texts_that_lost_their_end_are_counted(tokenizer, task, examples, message, caplog) -> None:
+    items = encode(task, examples, tokenizer, ("x",), 8, 3)
+    warn_truncated("f.tsv", task, 8, count_truncated(items), len(examples))
+    assert caplog.messages and f"f.tsv: {message}" in caplog.messages[0]
+    caplog.clear()
+    warn_truncated("f.tsv", task, 8, count_truncated(encode(task, examples[:1], tokenizer, ("x",), 8, 3)), 1)
+    assert not caplog.messages
+
+
 def test_layout_of_a_text_and_a_pair(tokenizer) -> None:
     a, b = tokenizer.encode_batch(["the quick fox", "sea shells"])
     (item,) = encode(PLAIN, [text("the quick fox", label="y")], tokenizer, ("x", "y"), 64)
@@ -90,19 +124,25 @@ def test_layout_of_a_text_and_a_pair(tokenizer) -> None:
     (item,) = encode(PAIR, [text("the quick fox", "sea shells")], tokenizer, ("x", "y"), 64)
     assert item.ids.tolist() == [tokenizer.cls_id, *a, tokenizer.sep_id, *b, tokenizer.sep_id]
     assert item.second == len(a) + 2 and item.char_spans.shape == (0, 2)
+    (two,) = encode(PAIR, [text("the quick fox", "sea shells")], tokenizer, ("x", "y"), 64, separators=2)
+    assert two.ids.tolist() == [tokenizer.cls_id, *a, *[tokenizer.sep_id] * 2, *b, tokenizer.sep_id]
+    assert two.second == len(a) + 3
     (score,) = encode(PRESETS["stsb"], [text("fox", "dogs", 2.5)], tokenizer, (), 64)
     assert score.targets.dtype == np.float32 and score.targets.tolist() == [2.5]
     (bare,) = encode(PLAIN, [text("fox", label=None)], tokenizer, ("x", "y"), 64)
     assert len(bare.targets) == 0
 
 
-def test_long_pairs_are_truncated_as_by_transformers(tokenizer, tmp_path) -> None:
+@pytest.mark.parametrize("separators", [1, 2])
+def test_long_pairs_are_truncated_as_by_transformers(separators: int, tokenizer, tmp_path) -> None:
     peer, rng = tokenizers.peer(tokenizer, tmp_path), random.Random(3)
+    written = tokenizer_files.files(tokenizer, 512, separators=separators)["tokenizer.json"]
+    peer.backend_tokenizer.post_processor = Library.from_str(written.decode()).post_processor
     for length in (8, 9, 16, 33):
         for equal in [False] * 20 + [True] * 3:
             texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 12))) for _ in range(2)]
             texts = [texts[0]] * 2 if equal else texts
-            (item,) = encode(PAIR, [text(*texts)], tokenizer, ("x",), length)
+            (item,) = encode(PAIR, [text(*texts)], tokenizer, ("x",), length, separators=separators)
             want = peer(*texts, truncation=True, max_length=length, return_token_type_ids=True)
             assert item.ids.tolist() == want["input_ids"] and item.second == want["token_type_ids"].count(0)
     (ids,) = tokenizer.encode_batch([CORPUS[0] + CORPUS[1]])

@@ -260,14 +260,18 @@ def test_mistake_in_a_file_is_one_line(tmp_path, case) -> None:
     assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_ranking_is_pairs_of_a_query(tmp_path) -> None:
+def test_ranking_is_pairs_of_a_query(tmp_path, caplog) -> None:
     """A text that is the query, or one of the positives, is not a negative."""
     chosen, scored = {"positives": ["p"], "negatives": ["n", "q", "p"]}, {"texts": ["a", "b"], "scores": [2, 0.5]}
     lines = (json.dumps({"query": query} | texts) for query, texts in (("q", chosen), ("r", scored)))
     path = write(tmp_path / "r.jsonl", "\n".join(lines))
     want = [("0", "q", "p", 1.0), ("1", "q", "n", 0.0), ("2", "r", "a", 2.0), ("3", "r", "b", 0.5)]
     assert [(e.id, e.a, e.b, e.label) for e in read(PRESETS["ranking"], path)] == want
-    assert [e.b for e in read(PRESETS["ranking"], path, labelled=False)] == ["p", "a", "b"]
+    assert [e.b for e in read(PRESETS["ranking"], path, labelled=False)] == ["p", "n", "a", "b"]
+    same = f"{path}: 2 negatives are the query or one of its positives, and left out"
+    assert caplog.messages == [same, same]
+    bare = write(tmp_path / "bare.jsonl", '{"query": "q", "texts": ["a"]}\n{"query": "q", "positives": ["p", "p"]}')
+    assert [e.b for e in read(PRESETS["ranking"], bare, labelled=False)] == ["a", "p", "p"]
     for bad in (
         {"texts": ["a"], "scores": [1, 2]}, {"texts": ["a"], "scores": [None]},
         {"texts": ["a"], "scores": [10**400]}, {"texts": [""], "scores": [1]},
@@ -301,11 +305,21 @@ def test_labels_of_json_and_label_sets(tmp_path) -> None:
         (["a, b"], "label 'a, b' holds a comma"),
         (["a\tb"], "column 'y' holds 'a\\\\tb', with a tab"),
         ("['a', 'b']", "is a list as text; write a,b"),
+        ("[1, 0, 1]", "'\\[1, 0, 1\\]' is a list as text; write a,b"),
+        (" [1. 0.] ", "is a list as text; write a,b"),
+        ("[a, b]", "is a list as text; write a,b"),
+        (
+            [1, 0, 0],
+            "label '0' twice in column 'y': a list holds names of labels, each once, not 0 and 1 for each label",
+        ),
+        ("1,0,0", "label '0' twice in column 'y': a list"),
         ([float("nan")], "column 'y' holds nan; fill it"),
     ):
         path = write(tmp_path / "odd.jsonl", json.dumps({"t": "x", "y": label}))
         with pytest.raises(ValueError, match=message):
             read(task, path)
+    bracketed = write(tmp_path / "bracketed.tsv", "t\ty\nx\t[URL],[b]\n")
+    assert [e.label for e in read(task, bracketed)] == [("[URL]", "[b]")]
     with pytest.raises(ValueError, match=r"line 2: label 'b' is none of a, c"):
         read(custom("multilabel", ["t"], "y", labels=["a", "c"]), table)
     # the label is any column where it is not read, as in a prediction

@@ -14,10 +14,11 @@ from scipy import special
 import megabert
 from megabert.commands import convert, export
 from megabert.distributed.ranks import discover
-from megabert.finetune import files, huggingface, save, scores, tasks
+from megabert.finetune import files, huggingface, run, save, scores, tasks
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.prediction import compute_logits
 from megabert.finetune.save import Finetuned
+from megabert.finetune.settings import Settings
 from megabert.finetune.tasks import Task
 from megabert.hf import onnx
 from tests.helpers import finetuned
@@ -139,6 +140,25 @@ def test_text_classification_pipeline_agrees(kind: str, tmp_path: Path) -> None:
             assert prediction == answer[0]["label"]
 
 
+@pytest.mark.parametrize("norm", ["post", "modern"])
+def test_exported_threshold_predicts_the_same_labels(norm: str, tmp_path: Path, caplog) -> None:
+    """Above a half, where half of the texts are above the chosen probability."""
+    task, path = tasks.custom("classify", ["text"], "label", ["f1"]), tmp_path / "texts.tsv"
+    path.write_text("text\tlabel\n" + "".join(f"{text}\t{i % 2}\n" for i, text in enumerate(TEXTS)))
+    source = finetuned.make(tmp_path, task, path, fields=FIELDS[norm])
+    found = save.load(source, CPU)
+    examples, items, ours = encoded(found, path)
+    odds = float(np.median(scores.margins(ours)))
+    described = replace(found.described, threshold=float(special.expit(odds)))
+    save.save(source, described, found.module.state_dict(), found.tokenizer, {})
+    assert export.main(["--model", str(source), "--output", str(tmp_path / "hf")]) == 0
+    want = scores.decode(task, examples, items, ours, described.labels, described.threshold)
+    answers = transformers.pipeline("text-classification", str(tmp_path / "hf"), device="cpu")(TEXTS, truncation=True)
+    assert [answer["label"] for answer in answers] == want and sorted(want) == ["0", "0", "1", "1"]
+    assert scores.decode(task, examples, items, ours, described.labels) != want
+    assert f"--threshold f1: 1 is predicted above {described.threshold:.6g}, in the export above a half" in caplog.text
+
+
 def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
     found, folder, _ = exported("classify", tmp_path)
     tree = json.loads((folder / "config.json").read_text())
@@ -151,7 +171,27 @@ def test_config_and_card_describe_the_outputs(tmp_path: Path) -> None:
     assert "| accuracy | 0.7500 |" in card and str(tmp_path) not in card
     described = replace(found.described, threshold=0.3)
     decided = replace(found, described=described, results={"settings": {"threshold": "f1"}})
-    assert "| threshold | `fine` where its probability is above 0.3 |" in huggingface.card(decided, "m")
+    shown = "| threshold | `fine` where its probability in training's terms is above 0.3, here above a half (the bias differs) |"
+    assert shown in huggingface.card(decided, "m")
+
+
+def test_roberta_has_two_separators_between_texts(tmp_path: Path) -> None:
+    """In the items of a task and in the exported tokenizer; in a model saved before, one in both."""
+    shape = {"nsp": False, "segments": 1, "first_position": 1, "hub_type": "roberta"}
+    found, folder, path = exported("span", tmp_path, fields=shape)
+    _, short = files.read(found.described.task, path)
+    for separators, made in ((2, folder), (1, tmp_path / "old")):
+        items = found.items(found.described.task, [short])
+        assert items[0].ids.tolist().count(found.tokenizer.sep_id) == separators + 1
+        peer = transformers.AutoTokenizer.from_pretrained(made)
+        room = {"truncation": "only_second", "max_length": finetuned.LENGTH, "stride": 4}
+        assert peer(short.question, short.context, **room)["input_ids"] == items[0].ids.tolist()
+        if separators > 1:
+            found = replace(found, described=replace(found.described, separators=1))
+            (tmp_path / "old").mkdir()
+            huggingface.write(found, tmp_path / "old")
+    start = run.load_start(str(tmp_path / "run"), "")
+    assert run.common_settings(found.described.task, (), start, {}, Settings(), 0)["separators"] == 2
 
 
 @pytest.mark.parametrize(("kind", "made", "message"), [

@@ -61,6 +61,13 @@ def test_mistake_is_one_line_and_writes_nothing(changes, word, base, tmp_path, c
     assert re.search(word, said) and not (tmp_path / "out").exists(), said
 
 
+def test_existing_predictions_are_not_replaced(base, tmp_path, capsys) -> None:
+    (tmp_path / "out").write_text("mine")
+    said = refusal(capsys, main, *arguments(base, tmp_path / "out", **PREDICT))
+    assert f"--output {tmp_path / 'out'}: already exists; name another file" in said
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_labels_and_ids_can_be_named(base, tmp_path) -> None:
     described = parse_task(parse(arguments(base, tmp_path, labels="odd even", id="number", metric="f1")))
     assert described == custom("classify", ["text"], "label", ["f1"], id="number", labels=["odd", "even"])
@@ -68,13 +75,16 @@ def test_labels_and_ids_can_be_named(base, tmp_path) -> None:
     assert (preset.labels, preset.id, preset.label) == (("bad", "good"), "n", "label")
 
 
-def test_limit_keeps_the_labels_of_the_file(base, tmp_path) -> None:
+def test_limit_keeps_the_labels_of_the_file(base, tmp_path, caplog) -> None:
+    caplog.set_level("INFO")
     (tmp_path / "sorted.tsv").write_text("label\ttext\n" + "even\tw2 w4\n" * 9 + "odd\tw1 w3\n" * 9)
-    task, paths = custom("classify", ["text"], "label"), {"train": tmp_path / "sorted.tsv", "dev": base / "dev.tsv"}
+    task = custom("classify", ["text"], "label", ["accuracy", "f1"])
+    paths = {"train": tmp_path / "sorted.tsv", "dev": base / "dev.tsv"}
     splits = {name: files.read(task, path) for name, path in paths.items()}
     tokenizer = pretrained.load(base / "run").tokenizer
     found = run.encode_splits(task, splits, tokenizer, Settings(max_length=32, stride=8), limit=4)
     assert found.labels == ("even", "odd")
+    assert caplog.messages == ["labels: even, odd (f1 of odd; --labels names another order)"]
     assert {name: len(part) for name, part in found.examples.items()} == {"train": 4, "dev": 4}
 
 

@@ -115,6 +115,20 @@ def test_file_to_predict_may_have_its_own_columns(folder: Path, tmp_path: Path) 
     assert not (tmp_path / "none").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_ranking_predicts_every_text(tmp_path: Path, caplog) -> None:
+    """Also the negatives, with the numbers that they have in training; long ones are counted."""
+    file, task = tmp_path / "r.jsonl", tasks.preset("ranking")
+    lines = ({"query": "w1", "positives": ["w2"], "negatives": ["w3 " * 40, "w4"]} for _ in range(2))
+    file.write_text("\n".join(map(json.dumps, lines)))
+    save_untrained(tmp_path, task, file)
+    assert "the train file: 2 of 6 texts are longer than 32 tokens and lost their end" in caplog.text
+    caplog.clear()
+    assert prediction.predict_file(tmp_path, file, tmp_path / "out") == 6 == len(files.read(task, file))
+    assert caplog.messages == [
+        f"{file}: 2 of 6 texts are longer than 32 tokens and lost their end; a larger --max-length in training keeps it"
+    ]
+
+
 def test_ids_of_training_are_kept_where_there_are(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "train.tsv"
     file.write_text("pid\ttext\tlabel\nA7\tw1 w2\teven\nB9\tw2 w1\todd\n")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megabert import hf as pretrained
-from megabert.commands import export
+from megabert.commands import convert, export
 from megabert.distributed.ranks import World
 from megabert.distributed.watchdog import Watchdog
 from megabert.finetune import files, prediction, run, save, tasks
@@ -134,7 +134,8 @@ def test_added_layer_learns_on_a_constant_encoder(layers: str, width: int, moder
 
 @pytest.mark.parametrize("modern", [False, True])
 def test_head_that_is_missing_is_drawn_by_seed(modern: bool, base, tmp_path, world) -> None:
-    """A folder of a masked LM has no pooler, one of a modern encoder no transform: drawn by the seed, and trained with --freeze."""
+    """A folder of a masked LM has no pooler, one of a modern encoder no transform, also as a run: drawn by the seed, and trained with
+    --freeze."""
     made = {"model__kind": "modern", "model__norm": "pre"} if modern else {}
     export.export(finetune_problem.write_run(tmp_path / "run", model__nsp=False, **made), tmp_path / "hf")
     if modern:
@@ -142,7 +143,9 @@ def test_head_that_is_missing_is_drawn_by_seed(modern: bool, base, tmp_path, wor
         rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(("head.", "decoder."))}
         assert len(rest) < len(tensors)
         save_file(rest, tmp_path / "hf/model.safetensors", {"format": "pt"})
-    start, part = pretrained.load(tmp_path / "hf"), "transform" if modern else "pooler"
+        convert.convert(tmp_path / "hf", tmp_path / "converted")
+    start = pretrained.load(tmp_path / ("converted" if modern else "hf"))
+    part = "transform" if modern else "pooler"
     data = data_of(base, "classify", start)
     runs = [FineTuning(tmp_path / "a", data, start, change(seed=seed), world, 5) for seed in (1, 1, 2)]
     first, again, other = (getattr(run_.module.head, part).weight for run_ in runs)
@@ -331,6 +334,11 @@ def test_point_is_mean_and_deviation_of_seeds() -> None:
     assert lines[2].split()[:5] == ["2e-05", "2", "0.7200", "±", "0.0283"]
 
 
+def test_id_column_is_a_common_setting(base, start) -> None:
+    named = replace(TASKS["classify"], id="key")
+    assert run.common_settings(named, LABELS["classify"], start, {}, SETTINGS, 0)["id"] == "key"
+
+
 def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> None:
     output, common = tmp_path / "out", {"task": "sst2", "epochs": 3}
     for _ in range(2):
@@ -340,7 +348,9 @@ def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> N
             run.claim(output, common | changed, world)
     assert json.loads((output / run.COMMON).read_text()) == common
     # Made by a version without these options.
-    run.claim(output, common | {"freeze": False, "layers": "last"}, world)
+    run.claim(output, common | {"freeze": False, "layers": "last", "id": ""}, world)
+    with pytest.raises(ValueError, match="was made with id='', this command says 'key'"):
+        run.claim(output, common | {"id": "key"}, world)
     with pytest.raises(ValueError, match="was made with freeze=False, this command says True"):
         run.claim(output, common | {"freeze": True}, world)
     run.claim(output, common, world)

@@ -92,12 +92,13 @@ def test_tokenizer_json_wins_over_a_sentencepiece_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_a_vocabulary_of_another_tokenizer_is_refused(file: str, tmp_path: Path) -> None:
+def test_a_vocabulary_of_another_tokenizer_is_refused(file: str, tmp_path: Path, caplog) -> None:
     make(tmp_path / "hf")
     path = tmp_path / "hf" / file
     config = json.loads(path.read_text()) if path.is_file() else {"do_lower_case": False}
     path.write_text(json.dumps(config | {"tokenizer_class": "BertTokenizerFast"}))
     assert read.read(tmp_path / "hf").tokenizer.kind == "wordpiece"
+    assert ("says whether it is cased" in caplog.text) == (file == "config.json")
     for field, value in {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "mecab"}.items():
         path.write_text(json.dumps(config | {field: value}))
         with pytest.raises(ValueError, match=f"{file}: {field} is '{value}'"):
@@ -143,6 +144,7 @@ def compare(folder: Path, peer: Any) -> pretrained.Pretrained:
 @torch.no_grad()
 def test_encoder_of_a_fine_tuned_class_is_read(family: str, ending: str, tmp_path: Path, capsys) -> None:
     peer = made(tmp_path / "hf", f"{family}For{ending}")
+    (tmp_path / "hf/tokenizer_config.json").write_text('{"do_lower_case": true}')
     found = compare(tmp_path / "hf", peer)
     added = "qa_outputs" if ending == "QuestionAnswering" and family != "ModernBert" else "classifier"
     assert any(name.startswith(f"{added}.") for name in found.ignored)

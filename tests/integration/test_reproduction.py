@@ -156,7 +156,7 @@ def test_only_what_was_compared_is_called_equal(copy: Path) -> None:
     shutil.copytree(copy / "run", other)
     write_again(other, {12: {"weights": "another"}, 14: {"threads": 99}})
     of = repetition.interval(copy / "run", 8, 13, data)
-    assert "equal to rounding, as not as then are threads" in repetition.compare(of, other)
+    assert "equal to rounding, since these differ from the run: threads" in repetition.compare(of, other)
     shutil.rmtree(other / "checkpoints/step-00000012")
     assert "the weights were not compared, as their checkpoints are not kept" in repetition.compare(of, other)
     log, lines = other / "metrics.jsonl", metrics(other)

@@ -19,6 +19,7 @@ from megabert.objectives import minimal_pairs
 from megabert.objectives.minimal_pairs import PairsWhileTraining, SentenceScorer, build_table, score_sentences
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
+from tests.helpers.refusal import refusal
 
 LONG = "fox the she over the lazy dog by the sea shore"
 SENTENCES = ["the quick brown fox jumps", "she sells sea shells", "the", LONG]
@@ -115,6 +116,10 @@ def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
         (tmp_path / "x_2.jsonl").write_text(f"{lines[0]}{wrong}\n")
         with pytest.raises(ValueError, match=r"x_2\.jsonl, line 2: no object with sentence_good and sentence_bad"):
             read_pairs(tmp_path / "x_2.jsonl")
+    for good, message in ((" ", "sentence_good is empty; remove the pair"), (r"\ud800", "is not JSON")):
+        (tmp_path / "x_2.jsonl").write_text(f'{lines[0]}{{"sentence_good": "{good}", "sentence_bad": "a"}}\n')
+        with pytest.raises(ValueError, match=rf"x_2\.jsonl, line 2: {message}"):
+            read_pairs(tmp_path / "x_2.jsonl")
     for folder in ("one", "two"):  # which have files of one name
         (tmp_path / "same" / folder).mkdir(parents=True)
         (tmp_path / "same" / folder / "npi-any.txt").write_text(f"wrong {folder}\nright {folder}\nwrong x\nright x\n")
@@ -128,6 +133,8 @@ def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None
     command = ["--model", str(run), "--pairs", str(file)]
     assert pairs.main([*command, "--json", str(out), "--score", "causal"]) == 0
     assert json.loads(out.read_text())["score"] == "causal" and capsys.readouterr().out
+    assert "already exists; name another file" in refusal(capsys, pairs.main, *command, "--json", out)
+    out.unlink()
     assert pairs.main([*command, "--json", str(out)]) == 0
     written = json.loads(out.read_text())
     assert written["score"] == "masked" and written["pairs"] == 3 and written["accuracy"] in (0, 0.5, 1)
