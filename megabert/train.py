@@ -2,7 +2,7 @@
 
     deepspeed megabert/train.py --config large_phase1 --data DIR --run DIR [section.key=value …]
     megabert train …                      the same; also under srun and mpirun, which start one process per rank
-    deepspeed --module megabert.train …, torchrun -m megabert.train …        of an installed package
+    deepspeed --module megabert.train …, torchrun -m -- megabert.train …        of an installed package
 
 Exit codes:
     0   the run is finished, or reached --stop-after
