@@ -120,6 +120,9 @@ class BuildNative(build_ext):
             from torch.utils import cpp_extension
         except ImportError:
             sys.exit("error: building the native library needs torch: pip install torch, then --no-build-isolation")
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        if not jobs.isdecimal() or not int(jobs):
+            sys.exit(f"error: MAX_JOBS={jobs}: set it to a number of compilers from 1 on, or leave it out")
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         includes = [f"-I{ROOT / 'csrc'}"]
@@ -148,7 +151,7 @@ class BuildNative(build_ext):
                 Path(f"{made}.cmd").write_text(shlex.join(command))
             return made
 
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(int(jobs)) as pool:
             compiled = [str(path) for path in pool.map(compile_one, ext.sources)]
         libraries = [*glibc_stub(cxx, OBJECTS), *(f"-L{path}" for path in cpp_extension.library_paths())]
         if any(source.endswith(".cu") for source in ext.sources):

@@ -45,6 +45,8 @@ ITEMS = "benchmarks/gpu/items.py"
 OUTPUT = 20_000
 # seconds between looks at the results of a process of several items
 LOOK = 0.5
+# value of --only for no item, as benchmarks/gpu/rehearse.py wants
+NOTHING = "none"
 NATIVE = "attention=native layer=native mlm_loss=native"
 OURS = f"--ops {NATIVE}"
 TORCH = "--ops attention=varlen layer=torch mlm_loss=torch"
@@ -271,9 +273,13 @@ def parse() -> argparse.Namespace:
     add("--quick", action="store_true", help="tiny sizes: a test without meaningful figures")
     minutes = f"of this command, of which {KEPT_IN_HAND} s are kept in reserve; 0: 5 and 8 a call"
     add("--minutes", type=float, default=0, help=minutes)
-    add("--only", nargs="+", metavar="PART", help="machine, ranks, tests, training, steps, kernels, or keys of items")
+    parts = f"machine, ranks, tests, training, steps, kernels, or keys of items; {NOTHING}: only check the pack"
+    add("--only", nargs="+", metavar="PART", help=parts)
     args = parser.parse_args()
     args.pack, args.calls = args.pack.resolve(), args.calls or list(CALLS)
+    known = {part for call in args.calls for key in CALLS[call] for part in (key, key.partition("/")[0])} | {NOTHING}
+    if unknown := [part for part in args.only or () if part not in known]:
+        parser.error(f"--only {unknown[0]}: not in the calls {' and '.join(args.calls)}; name {parts}")
     args.minutes = args.minutes or sum(MINUTES[call] for call in args.calls)
     if not args.make_pack:
         record = pack.read(args.pack)

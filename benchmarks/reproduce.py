@@ -40,11 +40,16 @@ def band(bits: list[float], result: float) -> float | None:
     """The smallest of BANDS that contains a result; None without one. Raises ValueError for a single seed, which has no band."""
     from scipy.stats import t
 
-    if len(bits) < 2:
-        raise ValueError("the record has one seed, so it has no band; train more with benchmarks/speedrun.py --seeds")
+    check_seeds(len(bits))
     deviation = statistics.stdev(bits) * math.sqrt(1 + 1 / len(bits))
     within = 1 - 2 * t.sf(abs(result - statistics.fmean(bits)) / deviation, len(bits) - 1)
     return next((share for share in BANDS if within <= share), None)
+
+
+def check_seeds(seeds: int) -> None:
+    """Raises ValueError for a single seed, which has no band."""
+    if seeds < 2:
+        raise ValueError("the record has one seed, so it has no band; train more with benchmarks/speedrun.py --seeds")
 
 
 def main() -> int:
@@ -59,6 +64,8 @@ def main() -> int:
     add("--share", type=float, default=1.0, help="share of the budget; below 1 nothing is compared")
     args = parser.parse()
     entry, recipe = Records(args.records).find(args.record)
+    if args.share == 1:
+        check_seeds(len(entry["seeds"]))  # before the budget is spent
     data = dataset.prepare(args.run, args.text, recipe.vocabulary)
     for name, digest in data.identity().items():
         if digest != entry["data"][name] and name == "documents":

@@ -115,7 +115,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the training run is ended too
     track, *_ = (recipes.track_of(name, args.threads) for name in args.track)
     chosen = [] if args.show else [recipes.load(name) for name in args.recipe or ["plain"]]
-    if track.cores > (os.cpu_count() or 1):
+    if track.cores > (os.cpu_count() or 1) and not args.show:
         raise ValueError(f"--track {track.name}: this machine has {os.cpu_count()} cores")
     kept = Records(args.json)
     for recipe in chosen:

@@ -277,10 +277,10 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--check", action="store_true")
     args, code = parser.parse_args(argv), 0
     for page in args.pages:
-        text = (root / page).read_text()
         try:
+            text = (root / page).read_text()
             made = BLOCK.sub(lambda match: f"{match[1]} -->\n{table(match[1], root)}\n", text)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             parser.error(f"{page}: {error}")
         for old, new in zip(BLOCK.finditer(text), BLOCK.finditer(made), strict=True):
             if args.check and old[0] != new[0]:

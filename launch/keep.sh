@@ -25,16 +25,23 @@ done
 [ -n "$run" ] || fail "launch/keep.sh: the command has no --run FOLDER, whose checkpoints show its progress"
 progress() { cat "$run"/checkpoints/pointer.json "$run"/*/checkpoints/pointer.json 2>/dev/null || true; }
 
-# Launchers handle signals differently: deepspeed exits and leaves the ranks training, mpirun and torchrun kill them after
-# seconds. So the signal is sent to the ranks: the topmost descendants with a rank in their environment.
+# Launchers handle signals differently: deepspeed exits and leaves the ranks training, mpirun and torchrun kill them
+# after seconds. So the signal is sent to the ranks: the topmost descendants with a rank in their environment. A variable
+# of this script's own environment, as where srun starts it, is also in that of launchers: it counts only if no other one
+# is found.
+of_rank='LOCAL_RANK|OMPI_COMM_WORLD_RANK|PMI_RANK' set_here=
+for name in LOCAL_RANK OMPI_COMM_WORLD_RANK PMI_RANK; do
+  [ -z "${!name+set}" ] || set_here+="${set_here:+|}$name"
+done
+
 # shellcheck disable=SC2317 # called by a trap
-ranks() {
+ranks() { # ranks PID VARIABLES
   local child
   for child in $(pgrep -P "$1" || true); do
-    if tr '\0' '\n' <"/proc/$child/environ" 2>/dev/null | grep -qE '^(LOCAL_RANK|OMPI_COMM_WORLD_RANK|PMI_RANK)='; then
+    if tr '\0' '\n' <"/proc/$child/environ" 2>/dev/null | grep -E "^($of_rank)=" | grep -qvE "^($2)="; then
       echo "$child"
     else
-      ranks "$child"
+      ranks "$child" "$2"
     fi
   done
 }
@@ -42,7 +49,8 @@ ranks() {
 # shellcheck disable=SC2317
 forward_signal() { # to the command itself if it has no ranks here: it is one process, or its ranks are on other hosts
   local pids
-  pids=$(ranks "$2")
+  pids=$(ranks "$2" "$set_here")
+  if [ -z "$pids" ] && [ -n "$set_here" ]; then pids=$(ranks "$2" ''); fi
   # shellcheck disable=SC2086 # a list
   kill -USR2 ${pids:-$2} 2>/dev/null || true
   trap '' PIPE # the terminal may be closed, or `| tee` have ended

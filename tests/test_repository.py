@@ -234,6 +234,14 @@ def test_cuda_demanded_without_nvcc_is_one_clear_line(tmp_path) -> None:
         assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(error), done.stderr
 
 
+@pytest.mark.parametrize("jobs", ["0", "two"])
+def test_a_wrong_number_of_compilers_is_one_clear_line(tmp_path, jobs: str) -> None:
+    folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
+    done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="0", MAX_JOBS=jobs)
+    assert done.returncode == 1 and f"error: MAX_JOBS={jobs}: set it to a number" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_nvcc_of_nvidias_wheels_comes_last(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     setup = runpy.run_path(str(ROOT / "setup.py"))

@@ -155,7 +155,10 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def refuse_dirty(self, args: argparse.Namespace) -> None:
-        """End the command before it measures if its result would be among the committed ones and belong to no revision."""
+        """End the command before it measures if its result could not be written, or would be among the committed ones and belong to no
+        revision."""
+        if args.json and args.json.is_dir():
+            self.error(f"--json {args.json}: is a folder; name a file")
         if args.allow_dirty or not args.json or not changes():
             return
         if args.json.resolve().is_relative_to(ROOT / RESULTS):

@@ -118,8 +118,13 @@ def alone(work: Path) -> Iterator[None]:
         yield
 
 
+# folders that this process has locked
+_held: set[Path] = set()
+
+
 @contextlib.contextmanager
-def _locked(output: Path, shared: bool) -> Iterator[None]:
+def _locked(output: Path, shared: bool = False) -> Iterator[None]:
+    """Lock the folder of an output, created if missing. Raises BadInput if another process has locked it."""
     if output.exists() and not output.is_dir():
         raise BadInput(f"--output {output}: is a file; name a folder")
     output.mkdir(parents=True, exist_ok=True)
@@ -130,8 +135,10 @@ def _locked(output: Path, shared: bool) -> Iterator[None]:
         except BlockingIOError:
             raise BadInput(f"--output {output}: another build is writing there") from None
         _refuse_foreign(output)
+        _held.add(output)
         yield
     finally:
+        _held.discard(output)
         os.close(handle)
 
 
@@ -168,6 +175,9 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -
     if unfinished.exists():
         changed = _changes(unfinished.read_bytes(), unfinished, account, but=() if part else (FILES,))
         if not changed:
+            if _changes(unfinished.read_bytes(), unfinished, account):
+                # Tasks of other files may need unpacked text that was deleted after it had been read.
+                (output / WORK / FOLDER / f"{UNPACK}.json").unlink(missing_ok=True)
             write_json(unfinished, account)
             return
         if not overwrite and (part or _has_results(output / WORK)):
@@ -276,15 +286,19 @@ def _remove_work(work: Path) -> None:
 def prepare_url(url: str, account: dict[str, Any], overwrite: bool, on_error: str = "skip") -> bool:
     """Prepare `url` for the upload of a build; returns False if its datasets are already complete there.
 
-    Mutates the store: with `overwrite` it deletes all objects of another build, manifests first, and it writes
-    build.json, before any shard, since `publish` skips a shard of the same size. Raises BadInput for another build
-    without `overwrite`, and for objects that no build wrote, which `publish` would delete.
+    Mutates the store: it deletes all objects of another build, with `overwrite`, or of an unfinished one of other files,
+    manifests first, and it writes build.json, before any shard, since `publish` skips a shard of the same size. Raises
+    BadInput for another build without `overwrite`, for objects that no build wrote, which `publish` would delete, and while
+    another process of this machine builds or uploads there.
     """
     found = storage.list_objects(url)
     changed = "without its account" if found else ""
     if ACCOUNT in found:
         place = storage.join(url, ACCOUNT)
-        changed = _changes(storage.read(place), place, account)
+        written = storage.read(place)
+        changed = _changes(written, place, account)
+        unfinished = not any(os.path.basename(name) == MANIFEST for name in found)
+        overwrite = overwrite or (unfinished and not _changes(written, place, account, but=(FILES,)))
     places = folders(Path(), account["options"]["seq_len"]).values()
     if not changed and all((place / MANIFEST).as_posix() in found for place in places):
         _refuse_skipped(url, on_error)
@@ -293,17 +307,31 @@ def prepare_url(url: str, account: dict[str, Any], overwrite: bool, on_error: st
         raise BadInput(f"--output {url}: holds {foreign[0]}, which no build wrote; name another URL")
     if changed and not overwrite:
         raise BadInput(f"--output {url}: holds a build with other options or code ({changed}); --overwrite replaces it")
-    # a dataset's manifest before that of its held-out part
-    for name in sorted(found, key=lambda name: (os.path.basename(name) != MANIFEST, len(name))) if changed else ():
-        storage.remove(storage.join(url, name))
-    if changed or not found:
-        storage.write(storage.join(url, ACCOUNT), canonical(account))
+    folder = local_folder(url)
+    with _locked(folder) if folder.exists() else contextlib.nullcontext():
+        # a dataset's manifest before that of its held-out part; the account is replaced last
+        order = sorted(found.keys() - {ACCOUNT}, key=lambda name: (os.path.basename(name) != MANIFEST, len(name)))
+        for name in order if changed else ():
+            storage.remove(storage.join(url, name))
+        if changed or not found:
+            storage.write(storage.join(url, ACCOUNT), canonical(account))
     return True
 
 
 def publish(url: str, folder: Path, progress: bool) -> None:
-    """Upload the missing files of `folder`, manifests last, delete all other objects at `url`, then delete `folder`."""
+    """Upload the missing files of `folder`, manifests last, delete all other objects at `url`, then delete `folder`.
+
+    Raises BadInput if another process of this machine has locked `folder`. Does nothing if one has uploaded it meanwhile.
+    """
+    with contextlib.nullcontext() if folder in _held else _locked(folder):
+        _upload(url, folder, progress)
+
+
+def _upload(url: str, folder: Path, progress: bool) -> None:
     files = files_below(folder)
+    if ACCOUNT not in files:  # uploaded and deleted by another process
+        shutil.rmtree(folder)
+        return
     there = {name: each.size for name, each in storage.list_objects(url).items()}
     last = sorted((name for name in files if os.path.basename(name) == MANIFEST), key=len, reverse=True)
     missing = [name for name, path in files.items() if there.get(name) != path.stat().st_size or path.suffix != ".tar"]
@@ -314,5 +342,5 @@ def publish(url: str, folder: Path, progress: bool) -> None:
             bar.update(files[name].stat().st_size)
     for name in there.keys() - files.keys():
         storage.remove(storage.join(url, name))
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # also by a process that finds the dataset complete
     log.info(f"{url}: {len(files)} files, the manifest last")

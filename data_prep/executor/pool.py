@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from data_prep.common.errors import BadInput, WorkerDied
-from megabert.common.environment import cores, end_with_parent, require_packages
+from megabert.common.environment import cores, end_with_parent, raise_descriptor_limit, require_packages
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -149,6 +149,7 @@ def opened(workers: int | None, executor: str | None = None) -> Iterator[Pool | 
     Ranks other than 0 work until rank 0 leaves the block, then get None. Raises BadInput if `executor` does not match
     the launcher.
     """
+    raise_descriptor_limit()  # a stage maps two files of every task of reading
     launched = launched_ranks()
     if launched <= 1 and executor == "mpi":
         raise BadInput("--executor mpi: mpirun or srun started no ranks; put mpirun -n N before the command")

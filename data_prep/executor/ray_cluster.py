@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from data_prep.common.errors import BadInput, Unfinished, WorkerDied
 from data_prep.executor import output_folder
 from data_prep.executor.pool import Pool, collect_garbage_rarely
-from megabert.common.environment import ROOT, end_with_parent, host_name, require_packages
+from megabert.common.environment import ROOT, end_with_parent, host_name, raise_descriptor_limit, require_packages
 from megabert.common.errors import Failed, describe, exit_on_ctrl_c
 
 
@@ -38,6 +38,7 @@ class WorkerContext(NamedTuple):
 def _check_node(place: WorkerContext) -> None:
     """First call in a worker. Raises Unfinished on a node that does not see the command's folders or has other code."""
     collect_garbage_rarely()
+    raise_descriptor_limit()  # a stage maps two files of every task of reading
     end_with_parent()  # the parent is the node's raylet; Ray reruns the items of a lost node elsewhere
     node = f"--executor ray: node {host_name()}"
     if not os.path.isdir(place.folder):

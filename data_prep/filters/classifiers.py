@@ -6,6 +6,8 @@ A document is kept if the sum of the probabilities of the wanted labels reaches 
 
 from __future__ import annotations
 
+import mmap
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +21,8 @@ from megabert.common.environment import require_packages
 PREFIX = "__label__"
 # characters of a document to classify
 READ = 10_000
+# first bytes of a model, and the size of these, the version and the training arguments
+MAGIC, ARGUMENTS = struct.pack("<i", 793712314), 64
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,60 @@ def _load(path: str) -> Any:
 
     if not Path(path).is_file():
         raise BadInput(f"{path}: no such model file")
+    if not _is_whole(path):
+        raise BadInput(f"{path}: ends early; the file was copied or downloaded in part")
     try:
         return fasttext.load_model(path)
     except (ValueError, RuntimeError) as error:
         raise BadInput(f"{path}: not a fastText model ({error})") from None
+
+
+def _is_whole(path: str) -> bool:
+    """Whether a file is as long as its header says; true for files of other formats. The library reads a shorter one without end, or
+    takes what is missing for zeros.
+
+    Layout: `FastText`, `Dictionary`, `DenseMatrix` and `QuantMatrix::load` of fastText 0.9.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return True
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as model:
+            try:
+                return _find_end(model) <= len(model)
+            except struct.error:
+                return False
+
+
+def _find_end(model: mmap.mmap) -> int:
+    """Bytes of the model that begins so. Raises struct.error if the sizes of its parts are missing."""
+    at = ARGUMENTS
+
+    def take(fields: str) -> tuple[Any, ...]:
+        nonlocal at
+        values = struct.unpack_from(fields, model, at)
+        at += struct.calcsize(fields)
+        return values
+
+    entries, _, _, _, pruned = take("<3i2q")
+    for _ in range(entries):
+        end = model.find(b"\0", at)
+        if end < 0:
+            raise struct.error
+        at = end + 10  # a name that ends with NUL, a count (8 bytes) and a kind (1)
+    at += 8 * max(pruned, 0)
+    quantized = True
+    for _ in ("input", "output"):
+        quantized = take("<?")[0] and quantized
+        if not quantized:
+            rows, columns = take("<2q")
+            at += 4 * rows * columns
+            continue
+        with_norms, rows, _, codes = take("<?2qi")
+        for size in (codes, rows) if with_norms else (codes,):
+            at += size
+            dimensions, _, _, _ = take("<4i")
+            at += 4 * 256 * dimensions  # centroids of the 256 codes
+    return at
 
 
 def forget() -> None:

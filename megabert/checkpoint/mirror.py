@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from megabert.checkpoint.format import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
-from megabert.checkpoint.run_lock import serialize, this_process, wait_for_end
+from megabert.checkpoint.run_lock import call_before_release, serialize, this_process, wait_for_end
 from megabert.checkpoint.store import POINTER, REPLACED, SAVING, obsolete_steps
 from megabert.common import chain, storage
 from megabert.common.errors import Failed, describe
@@ -81,9 +81,17 @@ class Mirror:
     # -- downloading -------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Take the lock, and copy what the run folder lacks."""
+        """Take the lock, and copy what the run folder lacks. `run_lock.release` also releases this lock."""
         self.lock.acquire()
-        self.restore()
+        try:
+            self.restore()
+        except ValueError:  # nothing is written there: the process may open another run
+            self.lock.release()
+            raise
+        except OSError:
+            self.lock.stop_renewing()
+            raise
+        call_before_release(self.leave)
 
     def restore(self) -> None:
         """Download the newest complete checkpoint, the best one and the run's other files, unless the run folder has a
@@ -117,6 +125,11 @@ class Mirror:
             log.info(f"{self.url}: {step} is copied to {self.run_dir}")
             return
         raise ValueError(f"checkpoint.mirror={self.url}: no usable checkpoint ({'; '.join(reasons)}); set another URL")
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints in the store, oldest first. Raises Failed if the store fails."""
+        names = self._whole_steps(list(storage.list_objects(self.url)))
+        return [int(name.removeprefix("step-")) for name in names]
 
     def replace_step(self, step: str) -> bool:
         """Replace a local checkpoint by the mirror's copy; returns False if the mirror has none or a damaged one.
@@ -198,8 +211,17 @@ class Mirror:
                 before = self._parts
                 self._progress()
         if self._problem is not None:
+            self.lock.stop_renewing()
             raise Failed(f"{describe(self._problem)}; the run folder is complete: the same command finishes the upload")
         self.lock.release()
+
+    def leave(self) -> None:
+        """`close` for a run that ended without it, as by an error in the caller's loop; a failure is logged."""
+        try:
+            if self.lock.renewed:
+                self.close()
+        except OSError as error:
+            log.warning(describe(error))
 
     def _run(self) -> None:
         os.nice(10)  # on Linux only this thread
@@ -325,6 +347,15 @@ class MirrorLock:
         """Raises Failed if another job took the place over."""
         if not storage.exists(self._path(self._number)) or storage.exists(self._path(self._number + 1)):
             raise Failed(f"{self.url}: another job took the lock while this job did not renew it; stop one of the jobs")
+
+    @property
+    def renewed(self) -> bool:
+        """Whether this job has the lock, and keeps it."""
+        return bool(self._number) and not self._ending.is_set()
+
+    def stop_renewing(self) -> None:
+        """Leave the lock to the next job, which waits LIMIT seconds for it, without a request to the store."""
+        self._ending.set()
 
     def release(self) -> None:
         self._ending.set()

@@ -105,7 +105,9 @@ class Ownership:
 
 
 _owned: dict[str, Ownership] = {}  # run folders that this process owns
+_before_release: list[Callable[[], object]] = []  # called by `release`
 os.register_at_fork(after_in_child=_owned.clear)  # a forked process does not own them
+os.register_at_fork(after_in_child=_before_release.clear)
 
 
 def acquire(run_dir: str | Path, world: World, predecessor: str = "") -> str:
@@ -128,8 +130,15 @@ def check(run_dir: str | Path) -> None:
         ownership.check()
 
 
+def call_before_release(action: Callable[[], object]) -> None:
+    """Call `action` once, at the start of the next `release`."""
+    _before_release.append(action)
+
+
 def release() -> None:
     """Release the run folders of this process, which must not write to them afterwards."""
+    while _before_release:
+        _before_release.pop()()
     while _owned:
         try:
             _owned.popitem()[1].release()

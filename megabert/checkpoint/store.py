@@ -312,17 +312,18 @@ class Checkpoints:
         """The newest checkpoint that is not damaged, of step `limit` at most; None if there are none. A collective.
         `weights_only`: its moments are not verified.
 
-        A damaged checkpoint is replaced by the mirror's copy, if there is one, or else passed over for an older one
-        with a warning. Sets `saved_step` and `manifest` to those of the result. Raises ValueError if all checkpoints
-        are damaged.
+        A damaged checkpoint is replaced by the mirror's copy, if there is one, or else passed over for an older one, of
+        the run folder or only in the mirror, with a warning. Sets `saved_step` and `manifest` to those of the result.
+        Raises ValueError if all checkpoints are damaged.
         """
         steps, pointer = on_main(self.world, lambda: (self.steps(), committed_step(self.folder)))
         if limit is not None:
             steps = [step for step in steps if step <= limit]
-        reasons = []
+        candidates, reasons, asked = list(steps), [], False
         if pointer is not None and pointer not in steps and (limit is None or pointer <= limit):
             reasons.append(f"step {pointer}, the last one committed, is missing")
-        for step in steps:
+        while candidates:
+            step = candidates.pop(0)
             path = self.folder / checkpoint_name(step)
             problem = self.verify(path, weights_only)
             if problem and self._take_from_mirror(path, problem):
@@ -330,10 +331,13 @@ class Checkpoints:
             if not problem:
                 if reasons and self.world.is_main:
                     log.warning(f"{'; '.join(reasons)}: going back to {path.name}")
-                    self._damaged.update(steps[: steps.index(step)])
+                    self._damaged.update(other for other in steps if other > step)
                 self.saved_step = step
                 return path
             reasons.append(problem)
+            if not asked:  # of several damaged ones once, since the store does not change meanwhile
+                asked, older = True, [other for other in self._steps_in_mirror() if other < step]
+                candidates = sorted({*candidates, *older}, reverse=True)
         if reasons:
             raise ValueError(
                 f"{self.folder}: no usable checkpoint ({'; '.join(reasons)}); restore one, or use another run folder"
@@ -352,6 +356,12 @@ class Checkpoints:
             return True
 
         return on_main_long(self.world, replaced)
+
+    def _steps_in_mirror(self) -> list[int]:
+        """Steps of the complete checkpoints in the run's mirror. A collective."""
+        if self.settings is None or not self.settings.mirror:
+            return []
+        return on_main_long(self.world, lambda: [] if self.mirror is None else self.mirror.steps())
 
     @property
     def state(self) -> dict[str, Any]:

@@ -64,7 +64,9 @@ def finding(section: str, name: str, value: str, fix: str = "", otherwise: str =
 def probe(code: str) -> tuple[bool, str]:
     """Runs Python code in a subprocess; returns whether it worked, and the last line of its output or error."""
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_SECONDS)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=PROBE_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return False, f"no answer in {PROBE_SECONDS} s"
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()

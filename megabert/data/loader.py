@@ -111,8 +111,10 @@ class Loader:
             raise StopIteration
         made: _WorkerUpdate = next(self._items)
         buffers = (made.narrow, made.wide)
-        if self._pin and not made.narrow.is_pinned():
-            buffers = (made.narrow.pin_memory(), made.wide.pin_memory())
+        if not made.narrow.numel():
+            buffers = self._updates.fillers(self.step)
+        if self._pin and not buffers[0].is_pinned():
+            buffers = (buffers[0].pin_memory(), buffers[1].pin_memory())
         first, masking = self._updates.first(self.step), self._source.masking.of_update(self.step)
         self._source.dataset.fetch_ahead(self._source.seed, first)
         layout = self._source.layout(self.rows, masking)
@@ -178,7 +180,8 @@ class Loader:
 
 
 class _WorkerUpdate(NamedTuple):
-    """An update as a worker sends it: its buffers, and the error that left it without rows, or ""."""
+    """An update as a worker sends it: its buffers, and the error that left it without rows, or "". The buffers are empty if
+    shared memory has no room for them."""
 
     narrow: torch.Tensor
     wide: torch.Tensor
@@ -230,7 +233,21 @@ class _UpdateDataset(torch.utils.data.Dataset):
             problem, code = errors.describe(error), errors.exit_code(error)
             buffers = self.source.make(np.full_like(row_ids, -1), epochs, masking)
         narrow, wide = map(torch.from_numpy, buffers)
+        if worker is not None:
+            try:
+                # not left to the thread of the workers' queue, which drops an update for which there is no room
+                narrow, wide = narrow.share_memory_(), wide.share_memory_()
+            except RuntimeError as error:
+                full = f"{SHARED_MEMORY} has no room for the updates of loader processes: give it more, or set data.workers=0"
+                problem, code = problem or f"{full} ({str(error).splitlines()[0]})", code or errors.FAILED
+                narrow, wide = narrow.new_empty(0), wide.new_empty(0)
         return _WorkerUpdate(narrow, wide, problem, code)
+
+    def fillers(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers of an update without rows."""
+        row_ids, epochs = self.rows(step)
+        narrow, wide = self.source.make(np.full_like(row_ids, -1), epochs, self.source.masking.of_update(step))
+        return torch.from_numpy(narrow), torch.from_numpy(wide)
 
 
 class MaskedRows:

@@ -23,13 +23,19 @@ from megabert.distributed.watchdog import Watchdog
 # prefix of the RuntimeError that torch's signal handler raises anywhere in the main thread when a loader worker dies
 DEAD_WORKER = "DataLoader worker"
 UNEXPECTED = 1  # Python's exit code for an uncaught exception
+_joined: list[Session] = []  # the session of this process that has started the process group
 
 
 class Session:
     """This process among the ranks of one command."""
 
     def __init__(self) -> None:
-        """Raises ValueError if the environment is inconsistent."""
+        """Raises ValueError if the environment is inconsistent, or if another session of this process is not closed: it
+        would lose the process group, its signal handlers and the lock of its run."""
+        if _joined:
+            raise ValueError(
+                "another run is open in this process: leave its `with` block first, or use another process"
+            )
         self.world: World = ranks.discover()
         self.watchdog: Watchdog | None = None
         self.errors_may_differ = False  # if they may, every rank prints its error
@@ -52,6 +58,7 @@ class Session:
             raise ValueError(problem)
         raise_descriptor_limit()
         self.world = ranks.init(self.world)
+        _joined.append(self)
         return Stop(deadline)
 
     def watch(self, folder: Path, timeout_seconds: float) -> Watchdog:
@@ -68,6 +75,7 @@ class Session:
             self.watchdog.stop(good)
         ranks.shutdown()
         signals.restore_handlers()
+        _joined.clear()
 
 
 def run(command: Callable[[Session], int], finish: Callable[[], object] = lambda: None) -> int:

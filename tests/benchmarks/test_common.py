@@ -60,6 +60,12 @@ def test_only_a_clean_tree_writes_results_unless_allowed(tree: Path, capsys: pyt
     assert about["revision"].endswith("+changes") and about["changes"] == [" M source.py"]
 
 
+def test_a_folder_is_no_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        hardware.Parser("").parse(["--json", str(tmp_path)])
+    assert f"error: --json {tmp_path}: is a folder" in capsys.readouterr().err
+
+
 def test_a_mistake_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         hardware.run(lambda: int("x"))

@@ -112,6 +112,14 @@ def test_a_failed_capture_restarts_without_its_side(tmp_path: Path, monkeypatch:
     assert report["left_out"][0][1:] == ["ours", "RuntimeError: operation not permitted when stream is capturing"]
 
 
+def test_a_part_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    for words in (["--only", "kernel"], ["first", "--only", "kernels"]):
+        monkeypatch.setattr("sys.argv", ["gpu_suite.py", *words])
+        with pytest.raises(SystemExit, match="2"):
+            gpu_suite.parse()
+        assert f"--only {words[-1]}: not in the calls first" in capsys.readouterr().err
+
+
 def test_right_comes_before_fast() -> None:
     """Whether kernels are right, then a profile and the baseline, whether it trains; each key of one call."""
     first, second = (list(items) for items in gpu_suite.CALLS.values())

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import reproduce
+from benchmarks import reproduce, speedrun
 from benchmarks.race import dataset, recipes, records, training
 from benchmarks.race.dataset import Scorer
 from benchmarks.race.recipes import TRACKS, RaceRecipe, Track, track_of
@@ -224,6 +224,26 @@ def test_a_result_lies_in_a_band_of_the_seeds() -> None:
     assert found == [0.5, 0.5, 0.95, 0.95, 0.99, 0.99, None]
     with pytest.raises(ValueError, match="the record has one seed"):
         reproduce.band([1.0], 1.0)
+
+
+def test_a_record_without_a_band_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Records(tmp_path / "records.json")
+    kept.entry(track_of("3min-2cores"), recipes.load("plain"), DATA)["seeds"]["42"] = {"date": "2026-01-01"}
+    kept.write()
+    monkeypatch.setattr("sys.argv", ["reproduce.py", "3min-2cores/plain", "--records", str(kept.path)])
+    monkeypatch.setattr(dataset, "prepare", lambda *_: pytest.fail("its budget is spent"))
+    with pytest.raises(ValueError, match="the record has one seed"):
+        reproduce.main()
+
+
+def test_records_are_shown_on_fewer_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    words = ["speedrun.py", "--track", "3min-4096cores", "--json", str(tmp_path / "records.json")]
+    monkeypatch.setattr("sys.argv", [*words, "--history"])
+    speedrun.main()
+    assert capsys.readouterr().out.startswith("| date | recipe |")
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(ValueError, match="this machine has"):
+        speedrun.main()
 
 
 def test_every_record_describes_what_was_trained(tmp_path: Path) -> None:

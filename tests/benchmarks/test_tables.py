@@ -52,6 +52,12 @@ def test_a_change_is_found_and_written(file: str, old: str, new: str, table: str
     assert (copy / PAGE).read_text() == (committed if file == PAGE else committed.replace("4.09; 21.3", "7.65; 21.3"))
 
 
+def test_a_missing_page_is_one_clear_line(copy: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        tables.main(["docs/nowhere.md"], copy)
+    assert "error: docs/nowhere.md: " in capsys.readouterr().err
+
+
 def test_an_unknown_table_is_one_clear_line(copy: Path, capsys) -> None:
     page = copy / "docs/measurements.md"
     page.write_text(page.read_text().replace("table: race", "table: rice"))

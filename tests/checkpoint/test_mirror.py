@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megabert.checkpoint import Checkpoints, mirror
+from megabert.checkpoint import Checkpoints, mirror, run_lock
 from megabert.checkpoint.format import file_name, seal
 from megabert.checkpoint.mirror import Mirror
 from megabert.common import storage
@@ -40,6 +40,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for lock in locks:
         lock._ending.set()
+    run_lock._before_release.clear()
 
 
 def checkpoint(run: Path, step: int, best: int = -1, text: bytes = b"") -> Path:
@@ -121,6 +122,40 @@ def test_a_damaged_checkpoint_is_taken_from_the_mirror(name: str, proxy: Proxy, 
     assert prep_reading.contents(newest) == whole and not list(newest.parent.glob(".*"))
     storage.remove(f"{url}/checkpoints/{newest.name}/{FILE}")
     assert latest() == "step-00000010" and "going back to step-00000010" in caplog.text
+
+
+def test_an_older_checkpoint_only_in_the_mirror_is_used(proxy: Proxy, tmp_path: Path, caplog) -> None:
+    """The newest one was damaged before its upload, and by `keep` the run folder has no other."""
+    url, folder = "s3://runs/older", tmp_path / "checkpoints"
+    saved_run(tmp_path, (10,))
+    made = opened(url, tmp_path)
+    made.upload()
+    whole = prep_reading.contents(folder / "step-00000010")
+    saved_run(tmp_path, (20,), keep=1)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000020"]
+    (folder / "step-00000020" / FILE).write_bytes(b"something else")
+    checkpoints = Checkpoints(tmp_path, ALONE, made.settings, made)
+    assert checkpoints.latest() == folder / "step-00000010" and checkpoints.saved_step == 10
+    assert prep_reading.contents(folder / "step-00000010") == whole
+    assert "going back to step-00000010" in caplog.text
+
+
+def test_a_run_left_by_an_error_gives_up_its_mirror(proxy: Proxy, tmp_path: Path, monkeypatch) -> None:
+    """As by an exception in a loop of `megabert.training`: the same process, and any other, may open the mirror next."""
+    url = "s3://runs/ended"
+    opened(url, tmp_path / "first", 5)
+    run_lock.release()
+    assert steps(url) == [5]
+    (tmp_path / "other/checkpoints").mkdir(parents=True)
+    (tmp_path / "other/checkpoints/chain.jsonl").write_text('{"step": 1}\n')
+    monkeypatch.setattr(mirror, "LIMIT", 60.0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="holds a different run than"):
+            opened(url, tmp_path / "other")
+    second = opened(url, tmp_path / "second", 8)
+    proxy.fault = lambda method, path, number: UNAVAILABLE if "step-" in path and method == "PUT" else PASS
+    run_lock.release()
+    assert second.lock._ending.is_set()
 
 
 def test_a_checkpoint_is_there_whole_or_not(proxy: Proxy, tmp_path: Path) -> None:

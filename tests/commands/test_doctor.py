@@ -68,6 +68,8 @@ def test_a_probe_survives_what_it_probes() -> None:
     refused = (False, "ModuleNotFoundError: No module named 'no_such_module'")
     assert doctor.probe("import no_such_module") == refused
     assert doctor.probe("import os; os.abort()") == (False, "killed by signal 6")
+    latin_1 = "import sys; sys.stdout.buffer.write('caf\\xe9'.encode('latin-1'))"
+    assert doctor.probe(latin_1) == (True, "caf\N{REPLACEMENT CHARACTER}"), "of another encoding"
 
 
 def surveys(**changes: dict[int, Any]) -> list[RankSurvey]:

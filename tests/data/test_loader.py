@@ -207,6 +207,29 @@ def take_and_die(folder, connection):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_shared_memory_that_filled_up_is_named(dataset, monkeypatch):
+    """The thread of the workers' queue would drop the update, and the run wait for it until its watchdog ends it."""
+    share = torch.Tensor.share_memory_
+
+    def share_at_first(tensor: torch.Tensor) -> torch.Tensor:
+        if len(shared) == 4:
+            raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+        shared.append(tensor)
+        return share(tensor)
+
+    shared: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "share_memory_", share_at_first)
+    loader = loader_of(dataset, workers=1)
+    try:
+        whole, last, full = next(loader), next(loader), next(loader)
+    finally:
+        loader.close()
+    assert not whole.problem and not last.problem and whole.tokens
+    assert full.problem.startswith("/dev/shm has no room for the updates of loader processes")
+    assert "No space left on device" in full.problem and full.problem_code == errors.FAILED
+    assert set(full.row_ids.tolist()) == {-1} and full.tokens == 0 and len(full.batches) == len(whole.batches)
+
+
 def test_workers_end_with_a_killed_process(dataset):
     """What they made before is what a loader without workers makes."""
     receiver, sender = multiprocessing.Pipe(duplex=False)

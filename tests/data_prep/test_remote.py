@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -186,6 +187,43 @@ def test_a_build_killed_during_an_upload_goes_on(puts, mixed, proxy, options) ->
     proxy.fault = lambda *_: PASS
     command(*words)
     assert list(verify(url)) == []
+
+
+def test_corrected_file_of_a_build_to_a_bucket(topics, proxy, options, tmp_path) -> None:
+    """Read again, as with a folder; the shards in the bucket may be of the file as it was."""
+    url, path = "s3://texts/corrected", tmp_path / "in/a.jsonl"
+    write_all(tmp_path / "in", {"a.jsonl": records(topics) + '{"text": 5}\n'})
+    assert "field 'text' is not a string" in build(path, url, code=2, **options).stderr
+    storage.write(f"{url}/shard-000000.tar", b"of the file as it was")
+    path.write_text(records(topics) + '{"text": "5"}\n', encoding="utf-8")
+    build(path, url, **options)
+    assert list(verify(url)) == []
+    path.write_text(records(topics), encoding="utf-8")
+    assert "--overwrite replaces it" in error_of(build(path, url, code=2, **options))
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 6, "overwrite": True}], ids=["same", "other"])
+def test_second_build_during_an_upload_is_refused(more, topics, proxy, options, tmp_path) -> None:
+    url, path = f"s3://texts/twice/{len(more)}", tmp_path / "a.jsonl"
+    path.write_text(records(topics), encoding="utf-8")
+    uploading, go = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str, number: int) -> str:
+        if method == "PUT" and "report.json" in path:
+            uploading.set()
+            assert go.wait(120)
+        return PASS
+
+    proxy.fault = hold
+    first = start(build_words(path, url, **options))
+    try:
+        assert uploading.wait(120)
+        refused = build(path, url, code=2, **options | more)
+    finally:
+        go.set()
+        shown = first.communicate(timeout=120)
+    assert "another build is writing there" in error_of(refused)
+    assert first.returncode == 0 and list(verify(url)) == [], shown
 
 
 @pytest.mark.parametrize("account", [False, True])

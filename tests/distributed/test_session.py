@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megabert import train
-from megabert.checkpoint import newest_step
+from megabert.checkpoint import newest_step, run_lock
 from megabert.common.errors import FAILED, OK, USER_ERROR
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
@@ -54,6 +54,25 @@ def test_a_process_trains_twice(tmp_path: Path, own_signals: None) -> None:
         assert not dist.is_initialized()
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_open_run_is_refused(tmp_path: Path, own_signals: None, capsys) -> None:
+    """It would take process group, signal handlers and run lock from the first one."""
+
+    def command(ranks: session.Session) -> int:
+        ranks.join()
+        run_lock.acquire(tmp_path, ranks.world)
+        handler = signal.getsignal(signal.SIGINT)
+        with pytest.raises(ValueError, match="another run is open in this process"):
+            session.Session()
+        assert session.run(lambda inner: OK, run_lock.release) == USER_ERROR
+        assert dist.is_initialized() and signal.getsignal(signal.SIGINT) is handler
+        assert '"released": false' in next((tmp_path / "lock").iterdir()).read_text()
+        return OK
+
+    for _ in range(2):
+        assert session.run(command, run_lock.release) == OK
+    assert "error: another run is open in this process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("local_rank", "watched", "printed"), [(0, True, 1), (1, True, 0), (0, False, 0)])

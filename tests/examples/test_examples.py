@@ -17,6 +17,7 @@ import pytest
 
 from megabert import hf as pretrained
 from megabert.checkpoint import write_start
+from megabert.commands import quickstart
 from megabert.commands.quickstart import results
 from megabert.config import Config, ModelConfig
 from megabert.data.shards import Dataset
@@ -111,6 +112,22 @@ def test_python_api(tmp_path, monkeypatch, capsys) -> None:
     shown = capsys.readouterr().out
     assert "(2, 16)\n" in shown and ", 800]) True\n" in shown and "536 rows: {'ids': [4, 64]" in shown
     assert float(shown.split("loss ")[1]) > 100, "a wrong answer given with certainty"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("schedule.warmup_steps=50", "schedule.warmup_steps=50 exceeds schedule.total_steps=40"),
+        ("schedule.total_steps=100", "schedule.total_steps=100: give --steps"),
+    ],
+)
+def test_the_quickstart_refuses_before_it_replaces(override: str, message: str, tmp_path, capsys) -> None:
+    earlier = tmp_path / "run/report.html"
+    earlier.parent.mkdir()
+    earlier.touch()
+    (tmp_path / quickstart.MARK).touch()
+    assert quickstart.main([override, "--output", str(tmp_path), "--steps", "40", "--input", "nowhere"]) == 2
+    assert message in capsys.readouterr().err and earlier.is_file()
 
 
 def test_the_quickstart_shows_what_was_learned(tmp_path, capsys) -> None:

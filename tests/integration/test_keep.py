@@ -68,7 +68,7 @@ def test_signal_saves_and_leaves_no_process(launcher, dataset, tmp_path) -> None
             break
     process.send_signal(signal.SIGTERM)
     output, errors = end(process, 85, timeout=90)
-    assert "passed on to 2 rank(s) of this host" in errors and "started again" not in output
+    assert "passed on to 2 process(es) of this host" in errors and "started again" not in output
     assert saved_step(run) == max(line["step"] for line in metrics(run))
     listed = ("ps", "-eo", "args")
     wait_until(lambda: str(run) not in subprocess.check_output(listed, text=True), 5)
@@ -129,6 +129,20 @@ def test_a_stop_that_could_not_save_ends_with_its_code(rank, code, tmp_path) -> 
     wait_until((tmp_path / "ready").exists)
     process.send_signal(signal.SIGTERM)
     end(process, code)
+
+
+@pytest.mark.parametrize("inherited", ["OMPI_COMM_WORLD_RANK", "PMI_RANK"])
+def test_a_launcher_that_inherits_a_rank_is_not_signalled(inherited, tmp_path) -> None:
+    """As where `srun` starts keep.sh on each node: at USR2 the launcher would end, and leave its ranks training."""
+    rank = f'trap "echo 85 >$MEGABERT_EXIT_DIR/0; touch {tmp_path}/saved; exit 85" USR2; touch {tmp_path}/ready'
+    rank += f"; while [ -d {tmp_path} ]; do sleep 0.05; done"
+    # as deepspeed's, of two processes
+    (tmp_path / "inner.sh").write_text(f"LOCAL_RANK=0 sh -c '{rank}' & wait $!; exit 1")
+    process = start("sh", "-c", f"sh {tmp_path}/inner.sh; exit 1", "sham", "--run", tmp_path, **{inherited: "0"})
+    wait_until((tmp_path / "ready").exists)
+    process.send_signal(signal.SIGTERM)
+    end(process, 85)
+    assert (tmp_path / "saved").exists()
 
 
 def test_the_run_folder_is_found_however_spelled(tmp_path) -> None:

@@ -77,6 +77,12 @@ def table(run_dir: Path, half: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def settings(args: argparse.Namespace) -> list[str]:
+    """The overrides of the preset, the user's last."""
+    own = [f"schedule.total_steps={args.steps}", f"schedule.warmup_steps={args.steps // 20}", "zero.stage=2"]
+    return [*own, *args.overrides]
+
+
 def quickstart(args: argparse.Namespace) -> None:
     import torch
 
@@ -85,11 +91,10 @@ def quickstart(args: argparse.Namespace) -> None:
     ranks = args.ranks or (1 if gpus == 1 else 2)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
     cpu = {} if gpus else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
-    settings = [f"schedule.total_steps={args.steps}", f"schedule.warmup_steps={args.steps // 20}", "zero.stage=2"]
 
     def train(*more: object) -> None:
         launcher = ["deepspeed.launcher.runner", "--quiet", "--num_gpus", ranks, "--master_port", free_port()]
-        config = ["--config", "quickstart", "--data", data, "--run", run_dir, *settings, *args.overrides]
+        config = ["--config", "quickstart", "--data", data, "--run", run_dir, *settings(args)]
         run(*launcher, "--module", "megabert.train", *config, *more, TF_CPP_MIN_LOG_LEVEL="3", **cpu)
 
     clear(out)
@@ -132,5 +137,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--steps {args.steps}, --ranks {args.ranks}: give at least 2 updates, and 1 rank or more")
     from megabert.config import load
 
-    load("quickstart", args.overrides)  # refuses a wrong one before anything is made
+    config = load("quickstart", settings(args))  # refuses a wrong one before anything is made
+    if config.schedule.total_steps != args.steps:
+        raise ValueError(
+            f"schedule.total_steps={config.schedule.total_steps}: give --steps, which is also when to stop"
+        )
     quickstart(args)

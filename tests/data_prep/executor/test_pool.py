@@ -1,6 +1,7 @@
 """Results come back in the order of the items, whoever made them, and a free worker is never kept waiting."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor import pool
 from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from tests.helpers.prep_builds import ROOT, mpirun
+from tests.helpers.prep_builds import ROOT, build, mpirun
 from tests.helpers.prep_reading import write
 
 RANKS = """
@@ -55,6 +56,14 @@ def test_a_slow_item_holds_up_one_rank_alone(slow):
     ranks = mpi(3, items).stdout.split()[1:]
     # In a round-robin deal the rank of the slow item would have ten more.
     assert ranks.count(ranks[slow]) == 1 and set(ranks) == {"0", "1", "2"}
+
+
+def test_more_tasks_than_open_files(tokenizer_file, topics, tmp_path):
+    """A shell's limit of 1,024 was too low for 500 tasks, 2 GB of text: two files of each are mapped at once."""
+    inputs = [f"c{i}={write(tmp_path / f'{i}.txt', topics[i])}" for i in range(40)]
+    options = {"tokenizer": tokenizer_file, "seq_len": 64, "held_out": 0, "workers": 2}
+    limits = (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    build(inputs, tmp_path / "out", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits), **options)
 
 
 def test_ranks_are_counted_from_the_environment(monkeypatch):

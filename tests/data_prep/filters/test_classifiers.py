@@ -2,10 +2,13 @@
 
 import json
 import random
+import struct
+from pathlib import Path
 
 import pytest
 
 from data_prep.common.errors import BadInput
+from data_prep.filters import classifiers
 from data_prep.filters.classifiers import Classifier
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import fasttext_model
@@ -53,6 +56,28 @@ def test_mistakes_are_named(model, tmp_path):
     for text in ("model", "model:en", "model:en:x", "model:en:1.5", "model::0.5", "model:a,,b:0.5"):
         with pytest.raises(BadInput, match=f"--classifier {text}: give FILE:LABELS:P"):
             Classifier.parse(text)
+
+
+def test_model_cut_off_is_refused(model, tmp_path):
+    """Inside its dictionary the library would read without end."""
+    whole, path = Path(model).read_bytes(), tmp_path / "cut.bin"
+    for size in (4, 70, 110, len(whole) // 2, len(whole) - 60, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(BadInput, match="ends early; the file was copied"):
+            Classifier(str(path), ("en",), 0.5).check()
+
+
+def test_end_of_a_quantized_model_is_found(tmp_path):
+    matrix = struct.pack("<?2qi", True, 3, 4, 6) + bytes(6)
+    matrix += struct.pack("<4i", 4, 2, 2, 2) + bytes(4 * 256 * 4) + bytes(3)
+    matrix += struct.pack("<4i", 1, 1, 1, 1) + bytes(4 * 256)
+    words = b"the\0" + bytes(9) + b"__label__en\0" + bytes(9)
+    model = struct.pack("<2i", fasttext_model.MAGIC, 12) + bytes(56) + struct.pack("<3i2q", 2, 1, 1, 1, 1) + words
+    model += bytes(8) + b"\1" + matrix + b"\0" + struct.pack("<2q", 1, 4) + bytes(16)
+    path = tmp_path / "model.ftz"
+    for size in (len(model), len(model) + 1, len(model) - 1):
+        path.write_bytes(model[:size].ljust(size, b"\0"))
+        assert classifiers._is_whole(str(path)) == (size >= len(model))
 
 
 def test_build_drops_by_each_model(model, tmp_path):

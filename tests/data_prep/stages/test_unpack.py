@@ -3,12 +3,15 @@
 import bz2
 import json
 import os
+from unittest.mock import Mock
 
 import pytest
 
+from data_prep import build as building
 from data_prep.build import BuildPlan, build
 from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import Corpus, FileRange, ReadOptions
+from data_prep.executor import journal
 from data_prep.executor.output_folder import SPOOLS, remove_others
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
@@ -118,6 +121,21 @@ def test_corrected_option_reuses_unpacked_text(topics, run, tmp_path):
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     run("out", packed, vocab_size=600, seed=3, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_changed_file_beside_text_deleted_after_reading(topics, run, tmp_path, monkeypatch):
+    """A build that ran out of disk at its end, and resumes with another file corrected."""
+    monkeypatch.setattr(journal, "SWEEP_BYTES", 1)
+    folder = tmp_path / "in"
+    write(folder / "a.jsonl.gz", PACK["gz"](make("jsonl", topics)))
+    last = write(folder / "b.jsonl", make("jsonl", topics[:2]))
+    with monkeypatch.context() as patched:
+        patched.setattr(building, "_commit", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError):
+            run("out", folder)
+    assert not list((tmp_path / "out/.work").glob(SPOOLS))
+    write(last, make("jsonl", topics[:3]))
+    assert run("out", folder)[1] == run("fresh", folder)[1]
 
 
 def test_spools_of_another_input_are_removed(job, topics, tmp_path):
