@@ -99,7 +99,7 @@ def refuse_missing(args: argparse.Namespace, *names: str) -> None:
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Options for `config.from_arguments`: preset or file, data, overrides, and those that DeepSpeed's launcher passes."""
     add = parser.add_argument
-    add("--config", default="", metavar="NAME", help=f"preset ({', '.join(presets())}) or TOML file; without it BERT-BASE")
+    add("--config", default="", metavar="NAME", help=f"preset ({', '.join(presets())}) or TOML file; else BERT-BASE")
     add("--data", default="", metavar="DIR", help="dataset written by data_prep: folder or URL")
     add("--deepspeed", action="store_true", help="accepted for DeepSpeed's launcher; always on")
     add("--deepspeed_config", default="", metavar="FILE", help="JSON with additional DeepSpeed keys")
