@@ -191,4 +191,4 @@ def test_other_code_repeats_to_rounding(trained: Path, tmp_path: Path, scale: fl
     driver = OTHER_CODE.replace("SCALE", str(scale))
     job = Job(trained, tmp_path / "job", ranks=1, command=("replay", trained / "run", "--from", 8), driver=driver)
     line = end(job, code, within=60).splitlines()[-1]
-    assert said in line and "not as then are source" in line, line
+    assert said in line and "these differ from the run: source" in line, line
