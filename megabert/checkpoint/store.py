@@ -298,8 +298,9 @@ class Checkpoints:
         """Remove the leftovers of interrupted saves, or complete an interrupted replacement."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
-            shutil.rmtree(replaced) if final.exists() else os.rename(replaced, final)
-        for name in (SAVING, f".{POINTER}.", f".{chain.FILE}."):
+            if not final.exists():
+                os.rename(replaced, final)
+        for name in (REPLACED, SAVING, f".{POINTER}.", f".{chain.FILE}."):
             for leftover in self.folder.glob(f"{name}*"):
                 # a thread of an earlier `Checkpoints` in this process may be removing it
                 with contextlib.suppress(FileNotFoundError):
