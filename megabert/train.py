@@ -222,7 +222,7 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
         if not storage.is_url(path) and not Path(path, MANIFEST).is_file():
             option = "--data" if path == config.data.path else "data.path of a phase:"
             raise ValueError(f"{option} {path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model")
-    if not os.fsencode(args.run).decode(errors="ignore") == args.run:
+    if os.fsencode(args.run).decode(errors="ignore") != args.run:
         raise ValueError(f"--run {os.fsencode(args.run)!r}: its name is not UTF-8, in which files of the run have it")
     if Path(args.run).is_file() or storage.is_url(args.run):
         raise ValueError(f"--run {args.run}: is a {'URL' if storage.is_url(args.run) else 'file'}; name a folder")
@@ -234,7 +234,7 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
         raise ValueError("init_moments=true: name the run whose weights and moments start this one, by init_from=RUN")
     if config.schedule.name == "budget" and config.schedule.by == "tokens":
         raise ValueError("schedule.name=budget counts minutes, schedule.by=tokens tokens; set schedule.name=linear")
-    refuse_unused(args.config, args.overrides)
+    refuse_unused(args.config, args.overrides, config)
     if args.stop_after is not None and args.stop_after < 1:
         raise ValueError(f"--stop-after {args.stop_after}: must be 1 or more")
     if not 0 <= args.profile_rank < ranks:

@@ -173,9 +173,10 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -
     unfinished = output / WORK / ACCOUNT
     account = account | {"code": code()}
     if unfinished.exists():
-        changed = _changes(unfinished.read_bytes(), unfinished, account, but=() if part else (FILES,))
+        written = unfinished.read_bytes()
+        changed = _changes(written, unfinished, account, but=() if part else (FILES,))
         if not changed:
-            if _changes(unfinished.read_bytes(), unfinished, account):
+            if _changes(written, unfinished, account):
                 # Tasks of other files may need unpacked text that was deleted after it had been read.
                 (output / WORK / FOLDER / f"{UNPACK}.json").unlink(missing_ok=True)
             write_json(unfinished, account)

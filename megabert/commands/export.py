@@ -52,7 +52,7 @@ def export(run: str | Path, output: str | Path, tokenizer: str | Path = "", **op
 def write(
     pretrained: Pretrained,
     output: str | Path,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
     pool: str = "",
     name: str = "",
     onnx: bool = False,
@@ -197,8 +197,6 @@ def main(argv: list[str] | None = None) -> int:
     refuse_missing(args, "tokenizer")
     args.model = str(model_folder(args.model))
     if args.output:
-        if not args.overwrite and Path(args.output, CONFIG).is_file():
-            raise ValueError(f"{args.output}: is not empty; name another folder, or give --overwrite")
         refuse_existing(Path(args.output), CONFIG, args.overwrite)
     from megabert.finetune import tasks
 

@@ -50,11 +50,11 @@ def cache_folder(name: str) -> Path:
 
 
 @contextmanager
-def atomic_folder(target: str | Path, mark: str, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(target: str | Path, mark: str, overwrite: bool | None = None) -> Iterator[Path]:
     """An empty folder to write into, renamed to `target` when the block ends without an error.
 
     Raises ValueError when `target` exists and is not empty, or, with `overwrite`, is not a folder with the file `mark`, which
-    the command writes.
+    the command writes. None: the command has no such option.
     """
     target = Path(target)
     refuse_existing(target, mark, overwrite)
@@ -208,8 +208,9 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
-def refuse_existing(target: Path, mark: str, overwrite: bool = False) -> None:
-    """Raises ValueError if `atomic_folder` would not replace `target`, or if it is a URL."""
+def refuse_existing(target: Path, mark: str, overwrite: bool | None = None) -> None:
+    """Raises ValueError if `atomic_folder` would not replace `target`, or if it is a URL. `overwrite` None: the command has no such
+    option."""
     if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(target)):  # a path has lost its second slash
         raise ValueError(f"{target}: is a URL; name a folder, and copy it there")
     if not os.path.lexists(target):
@@ -219,7 +220,8 @@ def refuse_existing(target: Path, mark: str, overwrite: bool = False) -> None:
     if not any(target.iterdir()):
         return
     if not overwrite:
-        raise ValueError(f"{target}: is not empty; name another folder")
+        replaceable = overwrite is not None and (target / mark).is_file()
+        raise ValueError(f"{target}: is not empty; name another folder{', or give --overwrite' * replaceable}")
     if not (target / mark).is_file():
         raise ValueError(f"{target}: has no {mark}, so it is not what --overwrite would replace; name another folder")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megabert.common.arguments import PRESETS, nearest, presets, toml_names
 from megabert.config.phases import check_phases, list_phases, merge
-from megabert.config.schema import Config, flat, is_section, validated
+from megabert.config.schema import Config, ScheduleConfig, flat, is_section, validated
 
 
 def load(source: str = "", overrides: list[str] | None = None) -> Config:
@@ -61,15 +61,21 @@ def flatten_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def refuse_unused(source: str, overrides: Sequence[str]) -> None:
-    """Raises ValueError for a setting of the schedule that has no effect beside the others of the file, or command line, that gives
-    it; arguments as of `load`."""
-    _, own = _read_own(source)
-    given = {f"schedule.{name}": value for name, value in own.get("schedule", {}).items()}
-    for config, values in ((load(source), given), (load(source, [*overrides]), flatten_overrides(overrides))):
-        for message in config.schedule.unused(values, (phase.config.schedule for phase in list_phases(config))):
-            if not config.distill.teacher:  # a student is given all of its teacher's settings
-                raise ValueError(message)
+def refuse_unused(source: str, overrides: Sequence[str], config: Config) -> None:
+    """Raises ValueError for a setting of the schedule that has no effect beside those of the file, or command line, that gives it.
+    `config` is theirs; the other arguments are as of `load`."""
+    if config.distill.teacher:  # a student is given all of its teacher's settings
+        return
+    given = {f"schedule.{name}": value for name, value in _read_own(source)[1].get("schedule", {}).items()}
+    chosen = {name: value for name, value in _read_config(source).get("schedule", {}).items() if name in ("name", "by")}
+    # not validated: a file may leave its budget to the command line
+    in_file, phases = (
+        ScheduleConfig().model_copy(update=chosen),
+        [phase.config.schedule for phase in list_phases(config)],
+    )
+    for schedule, values in ((in_file, given), (config.schedule, flatten_overrides(overrides))):
+        for message in schedule.unused(values, phases):
+            raise ValueError(message)
 
 
 def from_arguments(args: argparse.Namespace) -> Config:

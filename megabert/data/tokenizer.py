@@ -10,8 +10,9 @@ The file is read once, then hashed and parsed. The kind is recognised by content
                    The normalisation is not in it but in a tokenizer_config.json beside it, as in Hugging Face's folders,
                    or else in a tokenizer.json there, or given by the caller. Without these it is guessed: cased where
                    lower-casing would change some token outside square brackets; otherwise text is lower-cased and loses its
-                   accents (Devlin et al. 2019's two releases). If it is not as guessed, the SHA-256 is of both files' content. One that data_prep trained
-                   names the normal form of its text there, and keeps the characters that BERT's cleaning drops
+                   accents (Devlin et al. 2019's two releases). If it is not as guessed, the SHA-256 is of both files'
+                   content. One that data_prep trained names the normal form of its text there, and keeps the characters
+                   that BERT's cleaning drops
     tokenizers     a tokenizer.json (`megabert.data.tokenizer_json`)
 
 "[MASK]" in a document is ordinary text: `[`, `mask`, `]`. (transformers' BertTokenizer gives the special id there, and [UNK] for a

@@ -66,6 +66,7 @@ def test_a_table_changes_what_it_has() -> None:
         ('by = "minutes"\nbudget_minutes = 1.0', ["schedule.by=steps", "schedule.warmup_steps=3"], ""),
         ("decay_share = 0.1", ['phases=[{share=1.0, schedule.name="wsd"}]'], ""),
         ("", ["schedule.budget_minutes=0"], ""),
+        ('by = "minutes"', ["schedule.budget_minutes=5.0"], ""),  # of the command line, in the file's unit
     ],
 )
 def test_a_setting_without_effect_is_refused(own, overrides, message, tmp_path) -> None:
@@ -73,13 +74,14 @@ def test_a_setting_without_effect_is_refused(own, overrides, message, tmp_path) 
     path.write_text(f"[schedule]\n{own}\n")
     if message:
         with pytest.raises(ValueError, match=re.escape(message)):
-            c.refuse_unused(str(path), overrides)
+            c.refuse_unused(str(path), overrides, c.load(str(path), overrides))
     elif "decay_share" in own:
         with pytest.raises(ValueError, match="decay_share"):  # of the file alone it has none
-            c.refuse_unused(str(path), [])
-        c.refuse_unused("", ["schedule.decay_share=0.1", *overrides])
+            c.refuse_unused(str(path), [], c.load(str(path)))
+        given = ["schedule.decay_share=0.1", *overrides]
+        c.refuse_unused("", given, c.load("", given))
     else:
-        c.refuse_unused(str(path), overrides)
+        c.refuse_unused(str(path), overrides, c.load(str(path), overrides))
 
 
 def phases(second: str, *overrides: str) -> list[str]:
