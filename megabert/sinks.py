@@ -24,7 +24,7 @@ from megabert.common.logs import log
 from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step
 from megabert.config import Config
 
-EVALUATED = re.compile('"(eval/|samples")')  # in the lines of an evaluation
+EVALUATED = re.compile(b'"(eval/|samples")')  # in the lines of an evaluation
 # class of each tracker, and the package that it needs, which is also an extra
 TRACKERS = {
     "tensorboard": ("megabert.trackers.tensorboard:TensorBoard", ""),
@@ -68,10 +68,10 @@ class JsonLines(Sink):
         self.close()
         self._file = None
         if self._path.exists():
-            kept = [line for line in self._path.read_text().splitlines() if read_step(line) <= step]
+            kept = [line for line in self._path.read_bytes().splitlines() if read_step(line) <= step]
             if owed:
                 kept = [line for line in kept if read_step(line) < step or not EVALUATED.search(line)]
-            write_atomically(self._path, "".join(f"{line}\n" for line in kept).encode())
+            write_atomically(self._path, b"".join(line + b"\n" for line in kept))
 
     def write(self, values: dict[str, Any]) -> None:
         self._file = self._file or open(self._path, "a")  # noqa: SIM115 - open as long as the run

@@ -272,7 +272,7 @@ def test_shared_cores_are_warned_of_once(monkeypatch, caplog) -> None:
 
 def test_lines_past_the_resumed_step_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 10, "x": 1}\n{"step": 20, "x": 2}\n{"step": 30, "x": 3}\n{"step": 3')
+    path.write_bytes(b'{"step": 10, "x": 1}\n{"step": 1\xff}\n{"step": 20, "x": 2}\n{"step": 30, "x": 3}\n{"step": 3')
     sink = JsonLines(path, resume_step=20)
     sink.write({"step": 21, "x": float("nan")})
     sink.close()
