@@ -222,6 +222,7 @@ def test_phases_begin_where_their_shares_say():
     assert [sum(phase_at(phases, step / 300) == number for step in range(300)) for number in range(3)] == [100, 110, 90]
     tenths = list_phases(config("objective.causal_share=0", "phases=[{share=0.1},{share=0.2},{share=0.7}]"))
     assert [phase_at(tenths, step / 10) for step in range(10)] == [0, 1, 1, *[2] * 7]
+    assert list_phases(config("objective.causal_share=0.189"))[0].end == 0.189
 
 
 def test_micro_batches_are_fitted_to_each_phase(world, tmp_path):

@@ -36,7 +36,7 @@ def list_phases(config: Config) -> list[Phase]:
     given = config.phases
     if not given and (share := config.objective.causal_share):
         causal = {"share": share, "data": {"masking": {"strategy": "causal"}}}
-        given = [PhaseConfig.model_validate(causal), PhaseConfig(share=1.0 - share)]
+        given = [PhaseConfig.model_validate(causal), PhaseConfig(share=float(1 - Fraction(repr(share))))]
     given = given or [PhaseConfig(share=1.0)]
     # exact, so that phases change at the update given by the shares
     parts = [Fraction(repr(phase.share)) for phase in given]
