@@ -27,6 +27,13 @@ class Section(BaseModel):
         """For each two fields that contradict each other a message that names them and says what to do."""
         yield from ()
 
+    @field_validator("*")
+    @classmethod
+    def _fits_64_bits(cls, value: Any) -> Any:
+        if isinstance(value, int) and value >= 1 << 63:
+            raise PydanticCustomError("huge", "must be below 2^63")
+        return value
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         for message in self.contradictions():

@@ -107,6 +107,7 @@ WSD = ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5"
         (["zero.stage=5"], "zero.stage: Input should be 0, 1, 2 or 3 (got 5)"),
         (["model.layers=two"], "model.layers: Input should be a valid integer (got 'two')"),
         (["batch.global_size=0"], "batch.global_size: Input should be"),
+        ([f"spikes.window={1 << 63}"], "spikes.window: must be below 2^63 (got 9223372036854775808)"),
         (["optimizer.lr=inf"], "optimizer.lr: Input should be a finite number (got inf)"),
         (["model.init_std=nan"], "model.init_std: Input should be a finite number (got nan)"),
         (["model.heads=7"], "model.heads=7 does not divide model.hidden=768"),
