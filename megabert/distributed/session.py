@@ -22,6 +22,7 @@ from megabert.distributed.watchdog import Watchdog
 
 # prefix of the RuntimeError that torch's signal handler raises anywhere in the main thread when a loader worker dies
 DEAD_WORKER = "DataLoader worker"
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the RuntimeError of torch where it finds no memory
 UNEXPECTED = 1  # Python's exit code for an uncaught exception
 _joined: list[Session] = []  # the session of this process that has started the process group
 
@@ -126,13 +127,14 @@ def _report(error: Exception, session: Session | None) -> int:
         if session is None or session.prints_errors:
             log.error(errors.describe(error))
         return errors.exit_code(error)
-    if not isinstance(error, RuntimeError) or session is None:
-        return UNEXPECTED
     first = (str(error).splitlines() or [""])[0]
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in first
+    if session is None or not (out_of_memory or isinstance(error, RuntimeError)):
+        return UNEXPECTED
     if first.startswith(DEAD_WORKER):  # SIGBUS: a mapped file cannot be read
         log.error(f"a loader process died: {first}")
         return errors.FAILED
-    if isinstance(error, torch.OutOfMemoryError):
+    if out_of_memory:
         log.error(f"rank {session.world.rank} is out of memory; set a smaller batch.micro_size: {first}")
         return errors.FAILED
     if session.watchdog is None or session.world.size == 1:

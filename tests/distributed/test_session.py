@@ -87,6 +87,12 @@ def test_mistake_at_the_opening_is_printed_once_a_node(local_rank, watched, prin
     assert capsys.readouterr().err.count("init_from=here: no such folder") == printed
 
 
+def test_full_memory_of_the_cpu_is_named(capsys) -> None:
+    for allocate in (lambda ranks: bytearray(1 << 60), lambda ranks: torch.empty(1 << 58)):
+        assert session.run(allocate) == FAILED
+        assert "error: rank 0 is out of memory; set a smaller batch.micro_size: " in capsys.readouterr().err
+
+
 def one_of_two_ranks(rank: int, environment: dict[str, str], folder: Path) -> None:
     """Rank 1 runs out of memory while rank 0 waits as in a collective of NCCL's, whose group is not left before it ends."""
     os.environ.update(environment, MEGABERT_EXIT_DIR=str(folder))
