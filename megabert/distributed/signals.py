@@ -39,6 +39,7 @@ NOTICE = b"\nstopping: the run is saved after this update; Ctrl-C again ends it 
 ECHO_SECONDS = 1.0  # a process may receive one request twice: through its process group and from its launcher
 RECENT = 100  # number of updates, and of saves, whose maximum estimates the time of the next one
 LATE = 2  # updates between a request and the stop: reports of an update are gathered during the next one
+CLOCK_ERROR = 1.0  # seconds in which the clock and the monotonic one may differ
 MARGIN_SECONDS = 5.0  # seconds reserved for everything else, such as the exit
 UNKNOWN_SAVE = (0.1, 60.0)  # estimate of the first save: fraction of the allowed time, and its maximum in seconds
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -115,6 +116,7 @@ class Stop:
     def __init__(self, deadline: float | None = None) -> None:
         """`deadline`: time by which this process must have exited, in seconds since the epoch; None for no limit."""
         self._deadline = deadline
+        self._clock = time.time() - time.monotonic()
         self._updates, self._saves, self._uploads = (deque[float](maxlen=RECENT) for _ in range(3))
         share, most = UNKNOWN_SAVE
         self._first_save = 0.0 if deadline is None else min(share * max(deadline - time.time(), 0.0), most)
@@ -143,7 +145,9 @@ class Stop:
             return float("inf")
         save = max(self._saves, default=self._first_save)
         save += max(self._uploads, default=0.0)
-        return self._deadline - time.time() - LATE * max(self._updates, default=0.0) - save - MARGIN_SECONDS
+        # a clock that was set back does not move the deadline
+        now = max(time.time(), self._clock + time.monotonic() - CLOCK_ERROR)
+        return self._deadline - now - LATE * max(self._updates, default=0.0) - save - MARGIN_SECONDS
 
     def record_update(self, seconds: float) -> None:
         """Record the duration of an update, including its data but not an evaluation."""

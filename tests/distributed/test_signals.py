@@ -52,6 +52,10 @@ def test_a_stop_leaves_time_for_the_save(monkeypatch):
     for _ in range(signals.RECENT):
         stop.record_update(1.0)  # the long update is forgotten
     assert not stop.requested
+    later = time.monotonic() + 1000.0
+    now = 500.0  # the clock is set back
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert stop.requested
     assert not Stop().requested and Stop().seconds_left == float("inf")
 
 
