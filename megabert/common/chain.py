@@ -33,7 +33,8 @@ def append(folder: Path, manifest: Mapping[str, Any]) -> None:
     `checkpoints`."""
     state = manifest["state"]
     before = _until(folder, state["step"])
-    last: dict[str, Any] = json.loads(before[-1]) if before else {SEAL: "", "logs": {}}
+    # a damaged entry, which `read` names, stops no save
+    last: dict[str, Any] = {SEAL: "", "logs": {}} | (json.loads(before[-1]) if before else {})
     files = {name: file["sha256"] for name, file in manifest["files"].items() if name.startswith(WEIGHT_PREFIX)}
     entry = {name: state[name] for name in CIRCUMSTANCES if name in state} | {
         "step": state["step"],

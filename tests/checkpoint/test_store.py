@@ -111,6 +111,14 @@ def test_a_best_checkpoint_that_is_saved_again_is_always_there(tmp_path: Path, m
     assert steps(tmp_path) == [10]
 
 
+def test_a_damaged_entry_of_the_chain_stops_no_save(tmp_path: Path) -> None:
+    saved_run(tmp_path, (10,))
+    entries = tmp_path / "checkpoints/chain.jsonl"
+    entries.write_bytes(entries.read_bytes().replace(b'"logs"', b'"lofs"').replace(b'"sha256"', b'"sha25v"'))
+    saved_run(tmp_path, (20,))
+    assert steps(tmp_path) == [10, 20]
+
+
 def straight_and_resumed(world: World, folder: str, cases: Any) -> dict[Any, Any]:
     """6 updates with dropout; and 3, a save that is written during the next, a new engine, a load, 3."""
     found: dict[str, Any] = {}
