@@ -12,6 +12,7 @@ from megabert.config.schema import Config, replace
 CONFIG_KEYS = {
     "optimizer": "remove it and set optimizer.*",
     "scheduler": "remove it and set schedule.*",
+    "bfloat16": "remove it and set precision",
     "zero_optimization.offload_optimizer": "remove it: the optimizer's state stays on the device",
     "zero_optimization.offload_param": "remove it: the weights stay on the device",
     "zero_optimization.cpu_offload": "remove it: the optimizer's state stays on the device",

@@ -226,6 +226,7 @@ def test_a_users_deepspeed_file_only_adds_keys() -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r"offload_optimizer is not for .*remove it"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, r"offload_param is not for .*remove it"),
         ({"zero_optimization": {"cpu_offload": True}}, r"cpu_offload is not for .*remove it"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16 is not for this file; remove it and set precision"),
         ({"managed_gradient_accumulation": False}, r"managed_gradient_accumulation is not for .*remove it"),
     ):
         with pytest.raises(ValueError, match=message):
