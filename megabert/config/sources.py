@@ -67,6 +67,8 @@ def refuse_unused(source: str, overrides: Sequence[str], config: Config) -> None
     if config.distill.teacher:  # a student is given all of its teacher's settings
         return
     given = {f"schedule.{name}": value for name, value in _read_own(source)[1].get("schedule", {}).items()}
+    if len(given) == len(ScheduleConfig.model_fields):
+        given = {}  # of --print-config, which writes all
     chosen = {name: value for name, value in _read_config(source).get("schedule", {}).items() if name in ("name", "by")}
     # not validated: a file may leave its budget to the command line
     in_file, phases = (

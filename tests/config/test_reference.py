@@ -29,6 +29,7 @@ def test_a_printed_configuration_reads_back(preset: str, tmp_path) -> None:
     (tmp_path / "all.toml").write_text(text)
     assert tomllib.loads(text) == config.model_dump()
     assert configuration.load(str(tmp_path / "all.toml")) == config
+    configuration.refuse_unused(str(tmp_path / "all.toml"), [], config)
 
 
 def test_sources_name_preset_file_and_command_line(tmp_path) -> None:
