@@ -336,8 +336,12 @@ class ScheduleConfig(Section):
             yield f"schedule.warmup_steps: has no effect with {self.unit_key}; set schedule.budget_warmup, a share"
         if self.unit == "steps" and given.get("schedule.budget_warmup"):
             yield "schedule.budget_warmup: has no effect without a budget of minutes or tokens; set schedule.warmup_steps"
-        if all(each.name != "wsd" for each in (self, *phases)) and given.get("schedule.decay_share"):
-            yield "schedule.decay_share: has no effect without schedule.name=wsd; set both"
+        names = {each.name for each in (self, *phases)}
+        for key, name, neutral in (("decay_share", "wsd", 0), ("power", "polynomial", 1)):
+            if name not in names and given.get(f"schedule.{key}", neutral) != neutral:
+                yield f"schedule.{key}: has no effect without schedule.name={name}; set both"
+        if names == {"constant"} and given.get("schedule.final_ratio", 1) not in (0, 1):
+            yield "schedule.final_ratio: has no effect with schedule.name=constant; choose another"
 
     @property
     def unit(self) -> str:

@@ -57,6 +57,8 @@ def test_a_table_changes_what_it_has() -> None:
         ("", ["schedule={budget_tokens=5}"], "schedule.budget_tokens: has no effect without schedule.by=tokens"),
         ("", ["schedule.budget_warmup=0.1"], "schedule.budget_warmup: has no effect without a budget"),
         ("", ["schedule.decay_share=0.1"], "schedule.decay_share: has no effect without schedule.name=wsd"),
+        ("power = 2.0", [], "schedule.power: has no effect without schedule.name=polynomial"),
+        ('name = "constant"', ["schedule.final_ratio=0.1"], "schedule.final_ratio: has no effect with schedule.name="),
         (
             'by = "minutes"\nbudget_minutes = 1.0',
             ["schedule.warmup_steps=3"],
