@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import pickle
 import re
 import resource
@@ -24,6 +25,7 @@ from megabert.data.shards import Cache, Dataset, Manifest, verify
 from megabert.data.shards.remote import _alone, unique
 from tests.helpers import rows as sample
 from tests.helpers import web_folder
+from tests.helpers.golden_runs import held_out_of
 from tests.helpers.object_store import DENY, PASS, STALE, UNAVAILABLE, Proxy, listing
 from tests.helpers.waiting import wait_until
 
@@ -247,6 +249,35 @@ def test_a_web_server_gives_the_folders_rows(lists, tmp_path):
         with pytest.raises(ValueError, match=f"^{url}/shard-000003.tar: is missing"):  # at once, or where it is read
             Dataset(url, cache=Cache(str(tmp_path / "other"))).read(np.array([3 * 64]))
         assert list(verify(url)) == [f"{url}/shard-000003.tar: is missing"]
+
+
+def test_damaged_copies_are_fetched_again(tmp_path, caplog):
+    """Rows whose bytes changed, also of a shard that is open, a cut shard, the held-out split; not if the source is damaged too."""
+    held_out = held_out_of(sample.make_dataset(tmp_path / "data/held_out", 64, seed=2), 64)
+    folder, every = sample.make_dataset(tmp_path / "data", 10 * 64, held_out=held_out), np.arange(640)
+    local, cache = Dataset(folder), Cache(str(tmp_path / "cache"))
+    with web_folder.serve(tmp_path) as server:
+        url = f"{server}/data"
+        remote = Dataset(url, cache=cache)
+        remote.read(every)
+        shards, at = [remote.folder / shard.name for shard in local.manifest.shards], local._full.members["ids"][1]
+        sample.flip(shards[3], at)
+        assert (remote.read(every).ids == local.read(every).ids).all()
+        sample.flip(shards[9], at)
+        os.truncate(shards[5], 1000)
+        sample.flip(remote.folder / "held_out/shard-000000.tar", at)
+        again = Dataset(url, cache=cache)
+        assert (again.read(every).ids == local.read(every).ids).all()
+        assert len(Dataset(again.held_out_path).read(every[:64]).ids) == 64
+        lines = [record.getMessage() for record in caplog.records]
+        text = "the copy is damaged; it is fetched again from"
+        assert [line.partition(": ")[2] for line in lines] == [
+            f"{text} {url}{name}" for name in ("/shard-000003.tar", "", "/shard-000005.tar", "/shard-000009.tar")
+        ]
+        for file in (shards[3], folder / shards[3].name):
+            sample.flip(file, at)
+        with pytest.raises(ValueError, match=f"^{url}/shard-000003.tar: SHA-256 is not the one in the manifest"):
+            again.read(every)
 
 
 def test_a_denied_list_is_no_damage(proxy, url, monkeypatch):

@@ -233,6 +233,8 @@ class Dataset:
         """The mapped file of a shard. It existed when the dataset was opened, so if it is missing its file system is."""
         path = self.shard_path(shard)
         try:
+            if self._remote is not None and path.stat().st_size != shard.bytes:
+                self._remote.path(shard, suspect=True)
             self._check_size(shard)
             with open(path, "rb") as file:
                 return mmap.mmap(file.fileno(), shard.bytes, access=mmap.ACCESS_READ)
@@ -274,12 +276,25 @@ class Dataset:
     def read(self, row_ids: np.ndarray) -> Rows:
         """Rows `row_ids` (int64 [n], any order, repeats allowed), each compared with its checksum first.
 
-        Raises DamagedRow naming shard, block, row and byte offset of a row that is not as written, ValueError or OSError naming a
-        file that is incomplete or unreadable.
+        A damaged copy of a store's shard is fetched again, once. Raises DamagedRow naming shard, block, row and byte offset of a row
+        that is not as written, ValueError or OSError naming a file that is incomplete or unreadable.
         """
-        n = len(row_ids)
         section, block, row = self._places(row_ids)
-        packed, expected = np.zeros(n, self._full.row), np.zeros(n, np.uint32)
+        packed, wrong = self._copy_rows(section, block, row)
+        if self._remote is not None and wrong.any():
+            for number in np.unique(section[wrong]).tolist():
+                self._remote.path(self._section(number)[0], suspect=True)
+                self._maps.pop(number, None)
+            packed, wrong = self._copy_rows(section, block, row)
+        rows = unpack(packed, self.manifest)
+        for bad, text in ((wrong, MISMATCH), (inconsistent(rows, self.manifest.vocab_size), CONTRADICTION)):
+            if bad.any():
+                raise DamagedRow(self._place(int(row_ids[np.argmax(bad)])) + text)
+        return rows
+
+    def _copy_rows(self, section: np.ndarray, block: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Packed rows [n], and bool [n]: those that differ from their checksums."""
+        packed, expected = np.zeros(len(row), self._full.row), np.zeros(len(row), np.uint32)
         for number in np.unique(section).tolist():
             chosen = np.flatnonzero(section == number)
             _, views = self._views(number)
@@ -287,14 +302,7 @@ class Dataset:
             for name in ("ids", "bounds", "isnext"):
                 packed[name][chosen] = views[name][at]
             expected[chosen] = views["crc"][at]
-        rows = unpack(packed, self.manifest)
-        for bad, text in (
-            (checksums(packed) != expected, MISMATCH),
-            (inconsistent(rows, self.manifest.vocab_size), CONTRADICTION),
-        ):
-            if bad.any():
-                raise DamagedRow(self._place(int(row_ids[np.argmax(bad)])) + text)
-        return rows
+        return packed, checksums(packed) != expected
 
     def read_ahead(self, row_ids: np.ndarray) -> None:
         """Open the shards of rows `row_ids` (int64 [n]) and let the system read their blocks in the background.
@@ -335,4 +343,5 @@ class Dataset:
         _, offset, row_bytes = layout.members["ids"]
         byte = start + block * layout.bytes + offset + row * row_bytes
         block += start // self._full.bytes
-        return f"{self.folder / shard.name}: block {block}, row {row} (ids at byte {byte})"
+        folder = self.folder if self._remote is None else storage.public(self.place)
+        return f"{os.path.join(folder, shard.name)}: block {block}, row {row} (ids at byte {byte})"

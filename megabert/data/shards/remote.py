@@ -1,8 +1,8 @@
 """Datasets of a store by their URL: copies of their files on a node's disk, which all its processes share.
 
 A dataset's folder there has its fingerprint as name, so that a changed dataset gets another one. All but the shards is copied when it
-is opened. A shard is copied when it is needed, or ahead, once a node; it is compared with its SHA-256 and appears when it is complete.
-Beyond a limit the oldest shards are removed, where a shard is the newer the sooner the order uses it again; a process that has one
+is opened, and again where a copy is damaged. A shard is copied when it is needed, or ahead, once a node; it is compared with its SHA-256
+and appears when it is complete. One whose rows fail their checksums later is copied again. Beyond a limit the oldest shards are removed, where a shard is the newer the sooner the order uses it again; a process that has one
 mapped may still read it.
 """
 
@@ -16,7 +16,7 @@ import os
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,9 +26,11 @@ from queue import SimpleQueue
 
 from megabert.common import storage
 from megabert.common.errors import Failed
-from megabert.common.files import NO_LOCKS, add_path_when_full, cache_folder, write_atomically
+from megabert.common.files import NO_LOCKS, add_path_when_full, cache_folder, hash_file, write_atomically
+from megabert.common.logs import log
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
 from megabert.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from megabert.data.tokenizer import Tokenizer
 
 # shards that a process copies at the same time, and most of them before they are needed (as an epoch's beginning needs)
 CONNECTIONS, AHEAD = 4, 64
@@ -68,7 +70,11 @@ def dataset_folder(folder: str | os.PathLike[str], cache: Cache = DEFAULT) -> Pa
     manifest = Manifest.parse(text, storage.join(url, MANIFEST))
     copies = cache.of(manifest)
     with _alone(copies):
-        if not (copies / MANIFEST).is_file():
+        whole = (copies / MANIFEST).is_file()
+        if whole and (damaged := next(_damaged(copies, text, manifest), None)):
+            log.warning(f"{damaged}: the copy is damaged; it is fetched again from {storage.public(url)}")
+            whole = False
+        if not whole:
             copy_beside_shards(url, manifest, copies)
             if manifest.held_out:
                 name = manifest.held_out["path"]
@@ -78,6 +84,39 @@ def dataset_folder(folder: str | os.PathLike[str], cache: Cache = DEFAULT) -> Pa
                     raise _missing(storage.join(url, file))
             write_atomically(copies / MANIFEST, text)  # last, as a sign that the others are there
     return copies
+
+
+def _damaged(folder: Path, text: bytes, manifest: Manifest, shards: Sequence[Shard] = ()) -> Iterator[Path]:
+    """The copies beside shards, of these `shards` and of the held-out split that are not as they were written. `text`: the manifest's."""
+    if (folder / MANIFEST).read_bytes() != text:
+        yield folder / MANIFEST
+    tokenizer = folder / manifest.tokenizer["file"]
+    if tokenizer.is_file() and not is_tokenizer(tokenizer, manifest.tokenizer["sha256"]):
+        yield tokenizer
+    sources = [(manifest.sources["file"], manifest.sources["sha256"])] if manifest.sources else []
+    for name, sha256 in (*sources, *((shard.name, shard.sha256) for shard in shards)):
+        if _is_damaged(folder / name, sha256):
+            yield folder / name
+    if manifest.held_out:
+        part = folder / manifest.held_out["path"]
+        if _is_damaged(part / MANIFEST, manifest.held_out["manifest_sha256"]):
+            yield part / MANIFEST
+        split = Manifest.load(part)
+        yield from _damaged(part, Manifest.read(part), split, split.shards)
+
+
+def _is_damaged(path: Path, sha256: str) -> bool:
+    return path.is_file() and hash_file(path) != sha256
+
+
+def is_tokenizer(path: Path, sha256: str) -> bool:
+    """Whether a file is the tokenizer with this SHA-256, which is that of its bytes and, of a WordPiece vocabulary, of its casing."""
+    if not path.with_name(TOKENIZER_CONFIG).is_file():
+        return hash_file(path) == sha256
+    try:
+        return Tokenizer.load(path).sha256 == sha256
+    except ValueError:
+        return False
 
 
 def copy_beside_shards(url: str, manifest: Manifest, folder: Path) -> None:
@@ -190,17 +229,23 @@ class RemoteShards:
             if size != shard.bytes:
                 raise ValueError(f"{url}: has {size} bytes, the manifest says {shard.bytes}")
 
-    def path(self, shard: Shard) -> Path:
-        """The shard's copy, made first if there is none. Raises ValueError for a shard that is not as the manifest says, Failed if the
-        store fails, OSError if the disk does."""
+    def path(self, shard: Shard, suspect: bool = False) -> Path:
+        """The shard's copy, made first if there is none. A `suspect` one is compared, and made again if it is damaged and no other process
+        has replaced it. Raises ValueError for a shard that is not as the manifest says, Failed if the store fails, OSError if the disk
+        does."""
         path = self.cache.of(self.manifest) / shard.name
         with suppress(FileNotFoundError):
             os.utime(path)
-            return path
+            if not suspect:
+                return path
         with _alone(path):
-            if path.is_file():
+            damaged = suspect and _is_damaged(path, shard.sha256)
+            if path.is_file() and not damaged:
                 return path
             url, part = storage.join(self.url, shard.name), path.with_name(f".{path.name}.part")
+            if damaged:
+                log.warning(f"{path}: the copy is damaged; it is fetched again from {storage.public(url)}")
+                path.unlink()
             try:
                 self._make_room(part, shard.bytes)
                 try:

@@ -23,8 +23,7 @@ from megabert.common.files import canonical
 from megabert.data.shards.dataset import CONTRADICTION, MISMATCH, inconsistent, read_sources, unpack
 from megabert.data.shards.layout import HEADER, NPY_HEADER, TAR_END, TAR_UNIT, BlockLayout, checksums
 from megabert.data.shards.manifest import MANIFEST, Manifest, Shard
-from megabert.data.shards.remote import copy_beside_shards
-from megabert.data.tokenizer import CONFIG, Tokenizer
+from megabert.data.shards.remote import copy_beside_shards, is_tokenizer
 
 # bytes read at once: they stay in a core's cache for hash, checksums and comparisons
 SPAN_BYTES = 1 << 19
@@ -37,15 +36,6 @@ def verify(folder: str | os.PathLike[str]) -> Iterator[str]:
             yield part
         else:
             yield from part.problems()
-
-
-def _is_tokenizer(path: Path, sha256: str) -> bool:
-    if not path.with_name(CONFIG).is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest() == sha256
-    try:
-        return Tokenizer.load(path).sha256 == sha256
-    except ValueError:
-        return False
 
 
 def plan(folder: str | os.PathLike[str]) -> list[str | ShardCheck]:
@@ -106,7 +96,7 @@ def _problems_beside_shards(folder: str | os.PathLike[str], m: Manifest) -> list
         tokenizer = place / m.tokenizer["file"]
         if not tokenizer.is_file():
             problems.append(f"{name}: is missing")
-        elif not _is_tokenizer(tokenizer, m.tokenizer["sha256"]):
+        elif not is_tokenizer(tokenizer, m.tokenizer["sha256"]):
             problems.append(f"{name}: is not the tokenizer the manifest names (SHA-256 differs)")
         if m.sources:
             try:
