@@ -90,6 +90,12 @@ class RunSchedule:
         return self.state.step, self.state.seconds / 60, self.state.tokens
 
     @property
+    def updates_left(self) -> range:
+        """The updates that this process may still do; a budget of minutes or tokens may end before."""
+        last = self.config.schedule.total_steps
+        return range(self.state.step + 1, 1 + (last if self.stop_after is None else min(last, self.stop_after)))
+
+    @property
     def phase(self) -> Phase:
         """The phase of the newest update."""
         return self.phases[len(self.state.phase_starts) - 1]

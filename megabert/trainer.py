@@ -87,7 +87,7 @@ class Trainer:
         at, folder = self.state.step or min(checkpoints.saved_step, 0), run_dir if world.is_main else None
         self.sinks = on_every_rank(world, lambda: Sinks(folder, config, at, self.state.evaluation_owed))
         self.updates: Any = workload.updates(self.state.cursor, self.state.phase_starts)
-        self.profiler = Profiler(run_dir / "profile", world.rank, *profile)
+        self.profiler = Profiler(run_dir / "profile", world.rank, *profile, self.schedule.updates_left)
 
     @property
     def state(self) -> TrainState:

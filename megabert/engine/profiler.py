@@ -13,9 +13,14 @@ ROWS = 25  # rows of the table
 
 
 class Profiler:
-    """Profiles the updates from `first` to `last` on this rank, once; none if `first` is 0."""
+    """Profiles the updates from `first` to `last` on this rank, once; none if `first` is 0. A warning says if none of them runs."""
 
-    def __init__(self, folder: Path, rank: int = 0, first: int = 0, last: int = 0) -> None:
+    def __init__(self, folder: Path, rank: int, first: int, last: int, updates: range) -> None:
+        """`updates`: those that the run may still do."""
+        if first and (last < updates.start or first >= updates.stop):
+            end = f"next is {updates.start:,}" if last < updates.start else f"last is {updates.stop - 1:,}"
+            log.warning(f"--profile {first}:{last}: none of these updates runs; the {end}")
+            first = last = 0
         self._stem, self._first, self._last = folder / f"rank{rank}-steps{first}-{last}", first, last
         self._profile: profile | None = None
 
@@ -36,4 +41,6 @@ class Profiler:
             self._profile.export_chrome_trace(f"{self._stem}.pt.trace.json")
             Path(f"{self._stem}.txt").write_text(self._profile.key_averages().table(sort_by=by, row_limit=ROWS))
             log.info(f"profile: {self._stem}.pt.trace.json (Perfetto, TensorBoard) and {self._stem}.txt")
+        elif self._first:
+            log.warning(f"--profile {self._first}:{self._last}: training ended before these updates")
         self._profile, self._first, self._last = None, 0, 0

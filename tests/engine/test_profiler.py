@@ -17,7 +17,7 @@ def test_the_named_updates_alone_are_profiled(steps, tmp_path) -> None:
         with pytest.raises(ValueError, match="write the first and the last update, as 10:20"):
             parse_steps(wrong)
     first, last = parse_steps(steps)
-    profiler = Profiler(tmp_path / "profile", 1, first, last)
+    profiler = Profiler(tmp_path / "profile", 1, first, last, range(1, 6))
     for step in range(1, 6):
         profiler.update(step)
         with torch.profiler.record_function(f"update {step}"):
@@ -31,3 +31,13 @@ def test_the_named_updates_alone_are_profiled(steps, tmp_path) -> None:
     with open(f"{stem}.txt") as table:
         assert "aten::mm" in table.read()
     assert len(list((tmp_path / "profile").iterdir())) == 2
+
+
+def test_updates_that_never_run_are_named(tmp_path, caplog) -> None:
+    for left in (range(11, 101), range(1, 4), range(7, 4), range(5, 101), range(1, 5)):
+        profiler = Profiler(tmp_path / "profile", 0, 4, 6, left)
+        profiler.update(3)
+        profiler.close()
+    never, ended = "--profile 4:6: none of these updates runs; ", "--profile 4:6: training ended before these updates"
+    lines = [f"{never}the next is 11", f"{never}the last is 3", f"{never}the next is 7", ended, ended]
+    assert [record.getMessage() for record in caplog.records] == lines and not list(tmp_path.iterdir())
