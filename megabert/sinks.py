@@ -184,9 +184,11 @@ class Sinks:
         def opener(tracker: Any, project: str) -> Callable[[int], Sink]:
             return lambda step: tracker(folder, config, step, project)
 
-        made = [Guarded(name, opener(tracker, project), saved_step) for name, tracker, project in trackers(config)]
-        lines = [JsonLines(folder / METRICS, saved_step, owed), SampleLines(folder / SAMPLES, saved_step, owed)]
-        self._sinks += [*lines, *made]
+        # first, since trackers may read their files
+        self._sinks += [JsonLines(folder / METRICS, saved_step, owed), SampleLines(folder / SAMPLES, saved_step, owed)]
+        self._sinks += [
+            Guarded(name, opener(tracker, project), saved_step) for name, tracker, project in trackers(config)
+        ]
 
     def resume(self, step: int) -> None:
         """Continue from `step`, after a rollback."""

@@ -346,16 +346,22 @@ def test_tensorboards_text_numbers_masks_and_escapes_markup() -> None:
 
 
 def test_an_evaluation_that_is_repeated_has_one_line(tmp_path: Path) -> None:
-    """One was killed behind the lines of an evaluation that it owed."""
+    """One was killed behind the lines of an evaluation that it owed. The same in TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     for owed in (False, True, True):
-        sinks = Sinks(tmp_path, config(), -1 if not owed else 8, owed)
+        sinks = Sinks(tmp_path, config("log.tensorboard=true"), -1 if not owed else 8, owed)
         if not owed:
             sinks.write({"step": 8, "train/loss": 7.0})
         sinks.write({"step": 8, "eval/mlm_loss": 6.0})
-        sinks.show(8, [{"row": 1}])
+        sinks.show(8, SAMPLES)
         sinks.close()
+        time.sleep(1)  # TensorBoard reads files in the order of the seconds in their names
     assert metrics(tmp_path) == [{"step": 8, "train/loss": 7.0}, {"step": 8, "eval/mlm_loss": 6.0}]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 1
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(e.step, e.value) for name in ("train/loss", "eval/mlm_loss") for e in events.Scalars(name)]
+    assert points == [(8, 7.0), (8, 6.0)]
 
 
 def test_a_sink_that_fails_leaves_none_open(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megabert.common.run_files import METRICS, json_lines
 from megabert.config import Config, flat
 from megabert.sinks import Sink, final, numbers
 
@@ -23,10 +24,15 @@ class TensorBoard(Sink):
     def __init__(self, folder: Path, config: Config, resume_step: int, project: str = "") -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+        lines = [line for line in json_lines(folder / METRICS) if line["step"] == resume_step]
+        evaluated = any(name.startswith("eval/") for line in lines for name in line)
+        # without its evaluation, which may be repeated, the step's points are written again
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=max(resume_step + evaluated, 0))
         self._config = config
         text = json.dumps(config.model_dump(), indent=2)
         self._writer.add_text("config", f"```json\n{text}\n```", max(resume_step, 0))
+        for line in () if evaluated else lines:
+            self.write(line)
 
     def write(self, values: dict[str, Any]) -> None:
         step = values["step"]
