@@ -25,7 +25,7 @@ from megabert.common.environment import host_name
 from megabert.common.errors import Failed
 from megabert.common.files import write_tensors
 from megabert.common.logs import log
-from megabert.distributed.ranks import World
+from megabert.distributed.ranks import World, on_every_rank
 from megabert.inplace import kept_rank
 from megabert.inplace.kept_rank import CopyName, Generation, Member
 
@@ -57,7 +57,8 @@ class Copies:
         self._folder, self._world, self._every = folder, world, every
         generation = Generation.read(folder)
         if generation is None:
-            places = world.gather([host_name(), *kept_rank.listen(folder, world.master)])
+            address = on_every_rank(world, partial(kept_rank.listen, folder, world.master))
+            places = world.gather([host_name(), *address])
             name, secret = world.broadcast([secrets.token_hex(8), secrets.token_hex(16)])
             generation = Generation(name, secret, tuple(Member(*place) for place in places), world.rank)
             if world.is_main:  # left by an earlier job

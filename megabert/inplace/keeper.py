@@ -354,12 +354,15 @@ class Keeper:
                 self._child.kill()
 
     def _deliver(self) -> None:
-        """Open the server at the address that the rank requests, then keep sending the newest copy to the peer."""
+        """Open the server at the address that the rank requests, then keep sending the newest copy to the peer. Ends if it cannot be
+        opened."""
         delivered = ""
         while not self._ended.wait(LOOK):
             if self._server is None:
                 if (self.folder / kept_rank.ADDRESS).exists():
                     self._listen((self.folder / kept_rank.ADDRESS).read_text())
+                    if self._server is None:
+                        return
                 continue
             if (generation := self.look_up()) is None or not (self.folder / kept_rank.WRITTEN).exists():
                 continue
@@ -379,9 +382,14 @@ class Keeper:
                 time.sleep(POLL)
 
     def _listen(self, address: str) -> None:
-        self._server = _Server(self, address)
-        threading.Thread(target=self._server.serve_forever, name="keeper receives", daemon=True).start()
-        write_atomically(self.folder / kept_rank.PORT, str(self._server.server_address[1]).encode())
+        """Open the server; the rank reads its port, or why it cannot be opened."""
+        try:
+            self._server = _Server(self, address)
+            port = str(self._server.server_address[1])
+            threading.Thread(target=self._server.serve_forever, name="keeper receives", daemon=True).start()
+        except OSError as error:
+            port = f"--in-place: the keeper cannot listen at {address or 'all interfaces'}: {describe(error)}"
+        write_atomically(self.folder / kept_rank.PORT, port.encode())
 
 
 class _Server(socketserver.ThreadingTCPServer):

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megabert.common.environment import address_to_bind, end_with_parent
-from megabert.common.errors import FAILED
+from megabert.common.errors import FAILED, Failed
 from megabert.common.files import write_atomically
 from megabert.distributed import signals
 
 KEEPER_DIR_ENV = "MEGABERT_KEEPER"  # environment variable of a rank: its keeper's folder
-# Files in the keeper's folder. Address that the rank requests, port at which the keeper listens, the generation:
+# Files in the keeper's folder. Address that the rank requests, port at which the keeper listens or why it does not, the generation:
 ADDRESS, PORT, MEMBERS = "address", "port", "members.json"
 # Newest copy that the rank wrote, newest copy that the peer received, folder of exit codes, token of the run lock:
 WRITTEN, DELIVERED, EXITS, OWNER = "written.json", "delivered", "exits", "owner"
@@ -150,7 +150,8 @@ def publish_copy(folder: Path, part: Path, name: CopyName, sha256: str) -> None:
 def listen(folder: Path, master: tuple[str, int] | None) -> tuple[str, int]:
     """Ask the keeper to listen; returns the address and port at which other keepers reach it.
 
-    The address is that of the interface which routes to `master` (None: one rank); on rank 0's host `master` itself.
+    The address is that of the interface which routes to `master` (None: one rank); on rank 0's host `master` itself. Raises Failed if
+    the keeper cannot listen there.
     """
     bound = address = "localhost"
     if master is not None:
@@ -163,4 +164,7 @@ def listen(folder: Path, master: tuple[str, int] | None) -> tuple[str, int]:
     write_atomically(folder / ADDRESS, bound.encode())
     while not (folder / PORT).exists():  # the rank ends with its keeper
         time.sleep(LOOK)
-    return address, int((folder / PORT).read_text())
+    port = (folder / PORT).read_text()
+    if not port.isdigit():
+        raise Failed(port)
+    return address, int(port)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.survival.life import children_of
+from megabert.common.errors import Failed
 from megabert.common.files import write_atomically
 from megabert.common.processes import is_alive
 from megabert.distributed.signals import ECHO_SECONDS, REQUEUE
@@ -326,6 +327,16 @@ def test_copies_are_delivered_once_memory_is_free_again(tmp_path: Path, monkeypa
         assert one._server is not None
         one._server.shutdown()
         one._server.server_close()
+
+
+def test_address_that_cannot_be_bound_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_rank, "address_to_bind", lambda host: "192.0.2.1")  # of no machine
+    sends = threading.Thread(target=keeper.Keeper(tmp_path, tmp_path, [])._deliver, daemon=True)
+    sends.start()
+    with pytest.raises(Failed, match=r"^--in-place: the keeper cannot listen at 192\.0\.2\.1: Cannot assign requested"):
+        kept_rank.listen(tmp_path, ("127.0.0.1", 9))
+    sends.join(5)
+    assert not sends.is_alive()
 
 
 def test_a_plan_that_is_cut_off_is_none(tmp_path: Path) -> None:
