@@ -291,8 +291,10 @@ def _key(kind: str, name: str, offset: int) -> str:
 
 
 def open_file(path: Path, name: str) -> Any:
-    """Open a safetensors file. Raises DamagedCheckpoint if it is not one."""
+    """Open a safetensors file. Raises DamagedCheckpoint if it is missing, or is not one."""
     try:
         return safe_open(path / name, "pt")
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path.name}/{name} is missing") from None
     except SafetensorError as error:
         raise DamagedCheckpoint(f"{path.name}/{name}: {error}") from error

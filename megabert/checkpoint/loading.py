@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from megabert.checkpoint.store import STEP, Checkpoints, committed_step
 from megabert.common import errors
 from megabert.common.run_files import checkpoint_name
 from megabert.config import CheckpointConfig
-from megabert.distributed.ranks import RankError, World, discover
+from megabert.distributed.ranks import RankError, World, discover, on_every_rank
 from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice, Snapshot
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def start_engine(
     if moments:
         _check_moments(checkpoints.manifest, source, engine.config.optimizer.name)
     check(checkpoints.state)
-    engine.restore(StoredTensors.of_checkpoint(path, checkpoints.manifest, engine.world), START | {"primed": moments})
+    # the run may be training, and remove the checkpoint
+    open_files = partial(StoredTensors.of_checkpoint, path, checkpoints.manifest, engine.world)
+    engine.restore(on_every_rank(engine.world, open_files), START | {"primed": moments})
     engine.world.barrier()
     return checkpoints.state
 

@@ -329,6 +329,9 @@ class Checkpoints:
             problem = self.verify(path, weights_only)
             if problem and self._take_from_mirror(path, problem):
                 problem = self.verify(path, weights_only)
+            if problem and self.settings is None and step not in on_main(self.world, self.steps):
+                # removed meanwhile by the process that trains the run, which has saved newer ones
+                return self.latest(limit, weights_only)
             if not problem:
                 if reasons and self.world.is_main:
                     log.warning(f"{'; '.join(reasons)}: going back to {path.name}")
@@ -403,13 +406,13 @@ class Checkpoints:
         return self._agree_on_damage(verify)
 
     def _agree_on_damage(self, check: Callable[[], None]) -> str:
-        """Run `check` on every rank; returns the first rank's DamagedCheckpoint as text, or "". A collective. Raises
+        """Run `check` on every rank; returns the first rank's DamagedCheckpoint, or missing file, as text, or "". A collective. Raises
         RankError for other errors."""
         damage, unread = "", ("", OK)
         try:
             check()
-        except DamagedCheckpoint as error:
-            damage = str(error)
+        except (DamagedCheckpoint, FileNotFoundError) as error:
+            damage = describe(error)
         except (OSError, ValueError) as error:
             then = "; nothing was removed, and the same command resumes once it can be read"
             unread = describe(error) + then * isinstance(error, OSError), exit_code(error)

@@ -16,9 +16,11 @@ from megabert.checkpoint import (
     Checkpoints,
     check_compatible,
     drop_incomparable_losses,
+    format,
     load_weights,
     log_changes,
     newest_step,
+    store,
     write_start,
 )
 from megabert.config import from_dict, replace
@@ -109,3 +111,22 @@ def test_losses_that_do_not_compare_are_forgotten() -> None:
     for key, (value, losses, best) in changes.items():
         found = drop_incomparable_losses(state, replace(config, key, value))
         assert (found["losses_by_objective"], found["best_step"]) == (losses, best), key
+
+
+def test_checkpoint_removed_while_read_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the process that trains the run."""
+    saved_run(tmp_path, (12,))
+    verify_files = format.verify_files
+
+    def verify(path: Path, files: Any) -> None:
+        if path.name == "step-00000012":
+            saved_run(tmp_path, (15,), keep=1)
+        verify_files(path, files)
+
+    monkeypatch.setattr(store, "verify_files", verify)
+    assert load_weights(tmp_path)[1]["step"] == 15 and not caplog.records
+    (tmp_path / "checkpoints/step-00000015" / WEIGHTS_FILE).unlink()
+    with pytest.raises(ValueError, match=f"no usable checkpoint .*step-00000015/{WEIGHTS_FILE} is missing"):
+        load_weights(tmp_path)
