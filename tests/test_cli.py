@@ -303,7 +303,7 @@ MISTAKES = {
     "convert --model run --run x": "run: holds no model.safetensors and no pytorch_model.bin",
     "convert --model run --run x --vocab nowhere": f"--vocab nowhere{NO_FILE}",
     "convert --model run --run glue --vocab data": "glue: is not empty; name another folder",
-    "doctor --folder nowhere": "--folder nowhere: no such folder",
+    "doctor --folder .": "--folder . belongs to --cluster: add that, or remove it",
     "doctor --cluster --folder nowhere": "--folder nowhere: no such folder",
     "verify run": "run/checkpoints/chain.jsonl: is missing or empty",
     "replay run --to 3": "run/checkpoints/chain.jsonl: is missing or empty",

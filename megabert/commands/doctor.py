@@ -201,14 +201,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
     parser.add_argument("--cluster", action="store_true", help="examine all ranks started by a launcher")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="with --cluster: file system to measure")
+    parser.add_argument("--folder", type=Path, help="with --cluster: file system to measure (default: .)")
     # set by launchers
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if not args.folder.is_dir() and not environment.launched():
-        raise ValueError(f"--folder {args.folder}: no such folder")
+    if args.folder and not args.cluster:
+        raise ValueError(f"--folder {args.folder} belongs to --cluster: add that, or remove it")
+    folder = args.folder or Path()
+    if not folder.is_dir() and not environment.launched():
+        raise ValueError(f"--folder {folder}: no such folder")
     if args.cluster:
-        return cluster(args.folder, args.json)
+        return cluster(folder, args.json)
     missing = [line.name for line in show(everything(), args.json) if line.state == "missing"]
     if not args.json:
         print(f"\ntraining cannot run here; missing: {', '.join(missing)}" if missing else "\ntraining can run here")
