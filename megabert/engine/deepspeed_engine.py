@@ -73,11 +73,12 @@ class Engine:
         self._counts: Callable[[Any], tuple[int, ...]] = module.counts
         self._takes_seed = "seed" in inspect.signature(module.forward).parameters
         self.optimizer = build_optimizer(config.optimizer, module, self.optimizer_kernels == "apex", self.dtype)
-        # DeepSpeed also prints without its logger
-        quiet, naming = contextlib.redirect_stdout(io.StringIO()), deepspeed_step.naming_option(deepspeed_extra or {})
+        recorded = deepspeed_step.RecordedSettings(settings)
+        naming = deepspeed_step.naming_option(deepspeed_extra or {}, recorded)
+        quiet = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed also prints without its logger
         with naming, quiet, deepspeed_step.device_as_local_rank(world):
             self._deepspeed, *_ = deepspeed.initialize(
-                model=module, optimizer=self.optimizer, config=settings, dist_init_required=False
+                model=module, optimizer=self.optimizer, config=recorded, dist_init_required=False
             )
         if config.zero.stage == 0 and config.precision != "fp32":
             for parameter in module.parameters():

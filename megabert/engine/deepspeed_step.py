@@ -32,6 +32,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from megabert.common.arguments import nearest
 from megabert.config import Config, merge_deepspeed, to_deepspeed
 from megabert.distributed.ranks import World, wait_for_ranks
 from megabert.engine.zero_layout import ZeroLayout
@@ -109,9 +110,31 @@ def settings(config: Config, world_size: int, extra: Mapping[str, Any]) -> dict[
     return merged
 
 
+class RecordedSettings(dict[str, Any]):
+    """DeepSpeed's configuration with the names of the keys that DeepSpeed looked up, since it has no list of those it knows. A copy
+    shares them."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.read: set[object] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:  # type: ignore[override]
+        self.read.add(key)
+        return super().get(key, default)
+
+
 @contextlib.contextmanager
-def naming_option(extra: Mapping[str, Any]) -> Iterator[None]:
-    """Raises what DeepSpeed says of a user's settings as a ValueError naming their option."""
+def naming_option(extra: Mapping[str, Any], settings: RecordedSettings) -> Iterator[None]:
+    """Raises what DeepSpeed says of a user's settings as a ValueError naming their option, and for a key of theirs that it did not read
+    in the block."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
     try:
@@ -123,6 +146,8 @@ def naming_option(extra: Mapping[str, Any]) -> Iterator[None]:
         if isinstance(error, ValidationError):
             text = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ValueError(f"--deepspeed_config: DeepSpeed refuses it ({text:.300})") from error
+    for key in extra.keys() - settings.read:
+        raise ValueError(f"--deepspeed_config: DeepSpeed has no {key}{nearest(key, map(str, settings.read))}")
 
 
 class GuardedStep:

@@ -237,13 +237,17 @@ def test_losses_do_not_depend_on_ranks_or_stage() -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"sparse_gradients": True}, "Sparse"),
-        ({"zero_optimization": {"nonsense": 3}}, "nonsense: Extra inputs are not permitted"),
-        ({"flops_profiler": 3}, "'int' object"),
+        ({"sparse_gradients": True}, "refuses it .*Sparse"),
+        ({"zero_optimization": {"nonsense": 3}}, "refuses it .*nonsense: Extra inputs are not permitted"),
+        ({"flops_profiler": 3}, "refuses it .*'int' object"),
+        (
+            {"dump_state": False, "prescale_gradient": True},
+            r"has no prescale_gradient; did you mean prescale_gradients\?",
+        ),
     ],
 )
 def test_what_deepspeed_refuses_is_one_line(extra: dict[str, Any], said: str, world: World) -> None:
     cfg = tiny.config()
-    with pytest.raises(ValueError, match=f"^--deepspeed_config: DeepSpeed refuses it .*{said}") as caught:
+    with pytest.raises(ValueError, match=f"^--deepspeed_config: DeepSpeed {said}") as caught:
         Engine(cfg, tiny.model(cfg), world, extra)
     assert "\n" not in str(caught.value)
