@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,16 @@ from megabert.model import evaluating
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65536}
 
 
+class Span(NamedTuple):
+    """Tokens of a sentence, by its index, that a batch predicts: from `first`, after [CLS], to the one before `end`."""
+
+    sentence: int
+    first: int
+    end: int
+
+
 class SentenceScorer:
-    """Scores of sentences by a model: log-likelihoods (natural logarithms), pseudo-log-likelihoods of a masked model."""
+    """Scores of spans of sentences by a model: log-likelihoods (natural logarithms), pseudo-log-likelihoods of a masked model."""
 
     def __init__(
         self,
@@ -61,22 +69,30 @@ class SentenceScorer:
         UnknownTokens(tokenizer).add(encoded).warn("the minimal pairs")
         return [np.array([tokenizer.cls_id, *ids, tokenizer.sep_id], np.int32) for ids in encoded]
 
-    def jobs(self, encoded: Sequence[np.ndarray]) -> list[list[int]]:
-        """Indices of the sentences of each batch."""
-        work = [len(ids) * (1 if self.causal else len(ids) - 2) for ids in encoded]
-        return groups(work, BATCH_TOKENS[self.device.type])
+    def jobs(self, encoded: Sequence[np.ndarray]) -> list[list[Span]]:
+        """The spans of each batch. The masked copies of a long sentence are in several."""
+        most, spans, work = BATCH_TOKENS[self.device.type], [], []
+        for sentence, ids in enumerate(encoded):
+            end = len(ids) - 1
+            step = end if self.causal else max(1, most // len(ids))
+            for first in range(1, end, step):
+                spans.append(Span(sentence, first, min(first + step, end)))
+                work.append(len(ids) * (1 if self.causal else spans[-1].end - first))
+        return [[spans[i] for i in group] for group in groups(work, most)]
 
     @torch.no_grad()
-    def score(self, sentences: Sequence[np.ndarray]) -> np.ndarray:
-        """fp64 [n] of encoded sentences."""
-        labels = torch.from_numpy(np.concatenate([ids[1:-1] for ids in sentences])).long().to(self.device)  # (N)
-        copies = list(sentences) if self.causal else [copy for ids in sentences for copy in self._masked(ids)]
+    def score(self, encoded: Sequence[np.ndarray], job: Sequence[Span]) -> np.ndarray:
+        """fp64 [n] of the spans of a job, whose sentences are in `encoded`."""
+        sentences, counts = [encoded[span.sentence] for span in job], [span.end - span.first for span in job]
+        at = np.concatenate([np.arange(span.first, span.end) for span in job])  # (N), in their sentences
+        tokens = [ids[span.first : span.end] for ids, span in zip(sentences, job, strict=True)]
+        labels = torch.from_numpy(np.concatenate(tokens)).long().to(self.device)  # (N)
+        copies = sentences
+        if not self.causal:
+            copies = [copy for span in job for copy in self._masked(encoded[span.sentence], span)]
         packed = self._pack(copies, [len(ids) for ids in copies], causal=self.causal)
-        if self.causal:  # a token is predicted at the position before it
-            spans = zip(packed.starts, sentences, strict=True)
-            at = np.concatenate([np.arange(start, start + len(ids) - 2) for start, ids in spans])
-        else:
-            at = packed.starts + np.concatenate([np.arange(1, len(ids) - 1) for ids in sentences])
+        # a causal model predicts a token at the position before it
+        at += np.repeat(packed.starts, counts) - 1 if self.causal else packed.starts
         no_dropout = torch.zeros(1, dtype=torch.int64, device=self.device)
         inputs = packed.to(self.device).inputs() | {
             "seed": no_dropout,
@@ -84,14 +100,13 @@ class SentenceScorer:
             "causal": self.causal,
         }
         values = self.model(**inputs).float().log_softmax(-1).gather(1, labels[:, None])[:, 0]  # (N)
-        first = np.cumsum([0, *(len(ids) - 2 for ids in sentences[:-1])])
-        return np.add.reduceat(values.double().cpu().numpy(), first)
+        return np.add.reduceat(values.double().cpu().numpy(), np.cumsum([0, *counts[:-1]]))
 
-    def _masked(self, ids: np.ndarray) -> np.ndarray:
-        """[n + 2] -> [n, n + 2]: copies with one token masked each."""
-        n = len(ids) - 2
+    def _masked(self, ids: np.ndarray, span: Span) -> np.ndarray:
+        """[T] -> [n, T]: copies with one token of the span masked each."""
+        n = span.end - span.first
         copies = np.tile(ids, (n, 1))
-        copies[np.arange(n), np.arange(1, n + 1)] = self.tokenizer.mask_id
+        copies[np.arange(n), np.arange(span.first, span.end)] = self.tokenizer.mask_id
         return copies
 
 
@@ -106,14 +121,14 @@ def score_sentences(
     scorer = SentenceScorer(model, pretrained.config, pretrained.tokenizer, device, line=one_row(model), causal=causal)
     encoded, scores = scorer.encode(sentences), np.zeros(len(sentences))
 
-    def compute(job: list[int]) -> list[int]:
-        scores[job] = scorer.score([encoded[i] for i in job])
-        return job
+    def compute(job: list[Span]) -> tuple[list[Span], np.ndarray]:
+        return job, scorer.score(encoded, job)
 
     bar = tqdm(total=len(sentences), unit=" sentences", disable=None, leave=False)
     with bar, closing(on_every_core(compute, scorer.jobs(encoded), device)) as computed:
-        for job in computed:
-            bar.update(len(job))
+        for job, values in computed:
+            np.add.at(scores, [span.sentence for span in job], values)
+            bar.update(sum(span.first == 1 for span in job))
     for sentence, score in zip(sentences, scores.tolist(), strict=True):
         if not math.isfinite(score):
             raise ValueError(f"{pretrained.run_dir}: its score of {sentence[:60]!r} is {score}; name another model")
@@ -135,12 +150,15 @@ class PairsWhileTraining:
         rank_jobs = jobs[self.world.rank :: self.world.size]
         # ranks with fewer jobs repeat their first one, with the same result
         rank_jobs += jobs[:1] * (-(-len(jobs) // self.world.size) - len(rank_jobs))
-        scored: list[tuple[int, float]] = []
+        scored: list[tuple[Span, float]] = []
         with evaluating(model):
             for job in rank_jobs:
-                scored += zip(job, self.scorer.score([self.encoded[i] for i in job]).tolist(), strict=True)
+                scored += zip(job, self.scorer.score(self.encoded, job).tolist(), strict=True)
                 progress()
-        scores = {self.sentences[i]: score for part in self.world.gather(scored) for i, score in part}
+        spans = {Span(*span): score for of_rank in self.world.gather(scored) for span, score in of_rank}
+        scores = dict.fromkeys(self.sentences, 0.0)
+        for span, score in sorted(spans.items()):
+            scores[self.sentences[span.sentence]] += score
         table = build_table(self.pairs, scores)
         fields = {
             f"eval/pairs_{re.sub('[^a-zA-Z0-9]+', '_', field)}": value for field, value in table["fields"].items()

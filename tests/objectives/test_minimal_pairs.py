@@ -54,7 +54,8 @@ def test_the_model_is_told_that_scores_are_causal(tmp_path: Path) -> None:
 
     for causal in (True, False):
         scorer = SentenceScorer(recorded, pretrained.config, pretrained.tokenizer, cpu, line=False, causal=causal)  # type: ignore[arg-type]
-        scorer.score(scorer.encode(SENTENCES))
+        encoded = scorer.encode(SENTENCES)
+        scorer.score(encoded, scorer.jobs(encoded)[0])
     assert told == [True, False]
 
 
@@ -68,6 +69,19 @@ def test_scores_are_those_of_a_plain_loop(trained: bool, score: bool | None, tmp
     np.testing.assert_allclose(score_sentences(pretrained, SENTENCES, causal=score), want, rtol=1e-5)
     with pytest.raises(ValueError, match="'' has 0 tokens; the model scores 1 to"):
         score_sentences(pretrained, ["the", ""])
+
+
+def test_long_sentences_are_split_over_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the scores of whole ones."""
+    pretrained = hf.load(runs.make(tmp_path, "uncased"))
+    want = score_sentences(pretrained, SENTENCES)
+    packs = [mock.Mock(wraps=pack) for pack in (minimal_pairs.pack, minimal_pairs.pack_line)]
+    monkeypatch.setattr(minimal_pairs, "pack", packs[0])
+    monkeypatch.setattr(minimal_pairs, "pack_line", packs[1])
+    monkeypatch.setitem(minimal_pairs.BATCH_TOKENS, "cpu", 30)
+    np.testing.assert_allclose(score_sentences(pretrained, SENTENCES), want, rtol=1e-5)
+    sizes = [sum(map(len, call.args[0])) for pack in packs for call in pack.call_args_list]
+    assert max(sizes) <= 30 and len(sizes) > len(SENTENCES)
 
 
 @pytest.mark.slow
