@@ -180,19 +180,18 @@ class Loader:
 
 
 class _WorkerUpdate(NamedTuple):
-    """An update as a worker sends it: its buffers, and the error that left it without rows, or "". The buffers are empty if
-    shared memory has no room for them."""
+    """An update as a worker sends it: the error that left it without buffers, or "", and its buffers."""
 
-    narrow: torch.Tensor
-    wide: torch.Tensor
     problem: str
     problem_code: int
+    narrow: torch.Tensor = torch.empty(0)
+    wide: torch.Tensor = torch.empty(0)
 
 
 class _UpdateDataset(torch.utils.data.Dataset):
     """Step -> `_WorkerUpdate` of one rank.
 
-    If a rank's rows cannot be read it gets fillers, the reason and an exit code, so that it still takes part in collectives.
+    If a rank's rows cannot be read it gets the reason and an exit code; with `fillers` it still takes part in collectives.
     """
 
     def __init__(self, source: MaskedRows, global_batch: int, rank: int, world: int, origin: int) -> None:
@@ -225,13 +224,11 @@ class _UpdateDataset(torch.utils.data.Dataset):
         following = step + (worker.num_workers if worker else 1)
         self.ahead = following, *self.rows(following)
         ahead = self.ahead[1]
-        problem, code, masking = "", errors.OK, self.source.masking.of_update(step)
         try:
             self.source.dataset.read_ahead(ahead[ahead >= 0])
-            buffers = self.source.make(row_ids, epochs, masking)
+            buffers = self.source.make(row_ids, epochs, self.source.masking.of_update(step))
         except (ValueError, OSError) as error:
-            problem, code = errors.describe(error), errors.exit_code(error)
-            buffers = self.source.make(np.full_like(row_ids, -1), epochs, masking)
+            return _WorkerUpdate(errors.describe(error), errors.exit_code(error))
         narrow, wide = map(torch.from_numpy, buffers)
         if worker is not None:
             try:
@@ -239,9 +236,8 @@ class _UpdateDataset(torch.utils.data.Dataset):
                 narrow, wide = narrow.share_memory_(), wide.share_memory_()
             except RuntimeError as error:
                 full = f"{SHARED_MEMORY} has no room for the updates of loader processes: give it more, or set data.workers=0"
-                problem, code = problem or f"{full} ({str(error).splitlines()[0]})", code or errors.FAILED
-                narrow, wide = narrow.new_empty(0), wide.new_empty(0)
-        return _WorkerUpdate(narrow, wide, problem, code)
+                return _WorkerUpdate(f"{full} ({str(error).splitlines()[0]})", errors.FAILED)
+        return _WorkerUpdate("", errors.OK, narrow, wide)
 
     def fillers(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of an update without rows."""
