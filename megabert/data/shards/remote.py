@@ -2,8 +2,8 @@
 
 A dataset's folder there has its fingerprint as name, so that a changed dataset gets another one. All but the shards is copied when it
 is opened, and again where a copy is damaged. A shard is copied when it is needed, or ahead, once a node; it is compared with its SHA-256
-and appears when it is complete. One whose rows fail their checksums later is copied again. Beyond a limit the oldest shards are removed, where a shard is the newer the sooner the order uses it again; a process that has one
-mapped may still read it.
+and appears when it is complete. One whose rows fail their checksums later is copied again. Beyond a limit the oldest shards are removed,
+where a shard is the newer the sooner the order uses it again; a process that has one mapped may still read it.
 """
 
 from __future__ import annotations
