@@ -220,7 +220,7 @@ def thinned(points: Points) -> Points:
         return points
     first, width = points[0][0], (points[-1][0] - points[0][0]) / BUCKETS
     kept = []
-    for _, group in groupby(points, lambda point: min(int((point[0] - first) / width), BUCKETS - 1)):
+    for _, group in groupby(points, lambda point: min(int((point[0] - first) / (width or 1)), BUCKETS - 1)):
         bucket = list(group)
         kept += sorted({bucket[0], min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1]), bucket[-1]})
     return kept

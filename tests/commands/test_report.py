@@ -214,6 +214,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     write_lines(run / "metrics.jsonl", [logged(step, train__loss=loss) for step, loss in enumerate(losses, 1)])
     source, _ = render_page(run, tmp_path / "r.html")
     assert len(source) < 300_000 and "5e+06" in source and "0.001" in source and "logarithmic" in source
+    assert report.thinned([(5.0, float(y)) for y in range(2000)]) == [(5.0, 0.0), (5.0, 1999.0)]
 
 
 @pytest.mark.parametrize("from_zero", [False, True])
