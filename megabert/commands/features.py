@@ -10,11 +10,10 @@ absent.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from megabert import POOLS
-from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, parse_layers, refuse_missing
+from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, parse_layers, refuse_missing, refuse_replacing
 from megabert.common.errors import command
 from megabert.common.hub import model_folder
 
@@ -40,8 +39,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"{target}: must end in {', '.join(ENDINGS)}")
     if target.suffix == ".npy" and args.pool == "none":
         raise ValueError(f"{target}: .npy holds one vector a text; for --pool none write .parquet")
-    if os.path.lexists(target):
-        raise ValueError(f"{target}: already exists; name another file")
+    refuse_replacing("--output", args.output)
     if not target.parent.is_dir():
         raise ValueError(f"{target.parent}: no such folder")
     if args.max_length < 0:

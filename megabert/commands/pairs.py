@@ -11,12 +11,11 @@ challenge's scorer counts them as correct.
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing
+from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing, refuse_replacing
 from megabert.common.errors import command
 from megabert.common.hub import model_folder
 from megabert.common.logs import log
@@ -54,10 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--each {args.each}: must be 0 or more")
     if args.json and not Path(args.json).parent.is_dir():
         raise ValueError(f"{Path(args.json).parent}: no such folder")
-    if args.json and Path(args.json).is_dir():
-        raise ValueError(f"--json {args.json}: is a folder; name a file")
-    if args.json and os.path.lexists(args.json):
-        raise ValueError(f"--json {args.json}: already exists; name another file")
+    refuse_replacing("--json", args.json)
     refuse_missing(args, "tokenizer")
     folder, pairs = model_folder(args.model), read_pairs(args.pairs, args.each)
     from megabert import hf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -94,6 +95,14 @@ def refuse_missing(args: argparse.Namespace, *names: str) -> None:
         path = getattr(args, name)
         if path and not Path(path).exists():
             raise ValueError(f"--{name.replace('_', '-')} {path}: no such file or folder")
+
+
+def refuse_replacing(option: str, path: str) -> None:
+    """Raises ValueError if the file to write exists; "" is skipped."""
+    if path and Path(path).is_dir():
+        raise ValueError(f"{option} {path}: is a folder; name a file")
+    if path and os.path.lexists(path):
+        raise ValueError(f"{option} {path}: already exists; name another file")
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:

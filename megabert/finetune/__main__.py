@@ -22,12 +22,11 @@ if __name__ == "__main__":
     sys.exit(start("finetune"))  # before the slow imports
 
 import argparse
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
+from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing, refuse_replacing
 from megabert.common.errors import OK
 from megabert.common.hub import model_folder
 from megabert.common.logs import log
@@ -92,8 +91,7 @@ def check(args: argparse.Namespace) -> None:
                 raise ValueError(f"--{name.replace('_', '-')}: is for training, not for --predict")
         if args.lines and (args.text or args.id):
             raise ValueError(f"--{'text' if args.text else 'id'}: names a column, and with --lines the file has none")
-        if os.path.lexists(args.output) and not Path(args.output).is_dir():
-            raise ValueError(f"--output {args.output}: already exists; name another file")
+        refuse_replacing("--output", args.output)
         tasks.located_finetuned(args.model)
         return
     task = parse_task(args)
