@@ -117,15 +117,15 @@ def _list(system: Any, path: str, url: str) -> dict[str, dict[str, Any]]:
     a folder whose list failed."""
     from fsspec.utils import glob_translate
 
-    is_glob = bool(glob_folder(url))
+    folder = glob_folder(url)
     if url.startswith(WEB):  # a server's folders are pages of links, of which some sort the page (?C=N;O=D)
-        found = (system.glob if is_glob else system.find)(path, detail=True, on_error="raise")
+        found = (system.glob if folder else system.find)(path, detail=True, on_error="raise")
         return {name: info for name, info in found.items() if "/?" not in name}
-    if not is_glob:
+    if not folder:
         return system.find(path, detail=True)
-    root = GLOB.split(path)[0].rpartition("/")[0]
     matches = re.compile(glob_translate(path)).match
-    return {name: info for name, info in system.find(root, detail=True).items() if matches(name)}
+    found = system.find(system._strip_protocol(folder), detail=True)
+    return {name: info for name, info in found.items() if matches(name)}
 
 
 def list_objects(url: str) -> dict[str, Object]:
