@@ -304,3 +304,6 @@ def test_the_source_package_holds_what_the_build_needs(tmp_path) -> None:
     assert [path for path in needed if not (root / path.relative_to(ROOT)).is_file()] == []
     assert {"setup.py", "pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md"} <= {*os.listdir(root)}
     assert not list(root.rglob("*.so"))
+    for page in sorted(root.rglob("*.md")):
+        for target in re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page.relative_to(root)} links to {target}"
