@@ -6,6 +6,7 @@ A document is kept if the sum of the probabilities of the wanted labels reaches 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ PREFIX = "__label__"
 READ = 10_000
 # first bytes of a model, and the size of these, the version and the training arguments
 MAGIC, ARGUMENTS = struct.pack("<i", 793712314), 64
+# where the kind of a model is, and that of a classifier
+KIND, SUPERVISED = 36, 3
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class Classifier:
 
     def keeps(self, text: str) -> bool:
         """Whether to keep a document, which is classified as one line."""
-        labels, shares = _load(self.path).predict(" ".join(text[:READ].split()), k=-1)
-        wanted = {PREFIX + label for label in self.labels}
-        return sum(p for label, p in zip(labels, shares, strict=True) if label in wanted) >= self.minimum
+        labels, shares = _load(self.path)[0].predict(" ".join(text[:READ].split()), k=-1)
+        wanted = (p for label, p in zip(labels, shares, strict=True) if label.removeprefix(PREFIX) in self.labels)
+        return sum(wanted) >= self.minimum
 
     def objection(self, text: str, metadata: Mapping[str, Any]) -> str:
         """The reason under which a dropped document is counted; "" if it is kept."""
@@ -57,46 +60,49 @@ class Classifier:
 
     def check(self) -> None:
         """Raises BadInput if the model, a label or the package is missing."""
-        known = sorted(label.removeprefix(PREFIX) for label in _load(self.path).predict("a", k=-1)[0])
+        known = _load(self.path)[1]
         for label in self.labels:
-            if known and label not in known:  # some models give no label for an unknown word
+            if label not in known:
                 raise BadInput(f"{self.path}: has no label {label!r}; it has {', '.join(known[:20])}")
 
 
 @lru_cache(maxsize=4)
-def _load(path: str) -> Any:
+def _load(path: str) -> tuple[Any, list[str]]:
+    """A model, and its labels in order."""
     require_packages(path, "fasttext", "fasttext")
     import fasttext
 
     if not Path(path).is_file():
         raise BadInput(f"{path}: no such model file")
-    if not _is_whole(path):
-        raise BadInput(f"{path}: ends early; the file was copied or downloaded in part")
+    labels = _read_labels(path)
     try:
-        return fasttext.load_model(path)
+        return fasttext.load_model(path), labels
     except (ValueError, RuntimeError) as error:
         raise BadInput(f"{path}: not a fastText model ({error})") from None
 
 
-def _is_whole(path: str) -> bool:
-    """Whether a file is as long as its header says; true for files of other formats. The library reads a shorter one without end, or
-    takes what is missing for zeros.
+def _read_labels(path: str) -> list[str]:
+    """The labels of a model, [] for a file of another format. Raises BadInput for word vectors, and for a file that is shorter than its
+    header says: the library reads it without end, or takes what is missing for zeros.
 
     Layout: `FastText`, `Dictionary`, `DenseMatrix` and `QuantMatrix::load` of fastText 0.9.
     """
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            return True
+            return []
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as model:
-            try:
-                return _find_end(model) <= len(model)
-            except struct.error:
-                return False
+            with contextlib.suppress(struct.error):
+                if struct.unpack_from("<i", model, KIND)[0] != SUPERVISED:
+                    raise BadInput(f"{path}: has word vectors; name a model that was trained to classify")
+                labels, end = _find_labels_and_end(model)
+                if end <= len(model):
+                    return labels
+            raise BadInput(f"{path}: ends early; the file was copied or downloaded in part")
 
 
-def _find_end(model: mmap.mmap) -> int:
-    """Bytes of the model that begins so. Raises struct.error if the sizes of its parts are missing."""
-    at = ARGUMENTS
+def _find_labels_and_end(model: mmap.mmap) -> tuple[list[str], int]:
+    """Labels and bytes of the model that begins so. Raises struct.error if the sizes of its parts are missing."""
+    at, labels = ARGUMENTS, list[str]()
 
     def take(fields: str) -> tuple[Any, ...]:
         nonlocal at
@@ -109,7 +115,9 @@ def _find_end(model: mmap.mmap) -> int:
         end = model.find(b"\0", at)
         if end < 0:
             raise struct.error
-        at = end + 10  # a name that ends with NUL, a count (8 bytes) and a kind (1)
+        name, at = model[at:end], end + 1
+        if take("<qb")[1]:  # a count, and whether it is a label
+            labels.append(name.decode(errors="replace").removeprefix(PREFIX))
     at += 8 * max(pruned, 0)
     quantized = True
     for _ in ("input", "output"):
@@ -123,7 +131,7 @@ def _find_end(model: mmap.mmap) -> int:
             at += size
             dimensions, _, _, _ = take("<4i")
             at += 4 * 256 * dimensions  # centroids of the 256 codes
-    return at
+    return sorted(labels), at
 
 
 def forget() -> None:

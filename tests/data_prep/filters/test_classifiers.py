@@ -71,13 +71,44 @@ def test_end_of_a_quantized_model_is_found(tmp_path):
     matrix = struct.pack("<?2qi", True, 3, 4, 6) + bytes(6)
     matrix += struct.pack("<4i", 4, 2, 2, 2) + bytes(4 * 256 * 4) + bytes(3)
     matrix += struct.pack("<4i", 1, 1, 1, 1) + bytes(4 * 256)
-    words = b"the\0" + bytes(9) + b"__label__en\0" + bytes(9)
-    model = struct.pack("<2i", fasttext_model.MAGIC, 12) + bytes(56) + struct.pack("<3i2q", 2, 1, 1, 1, 1) + words
+    words = b"the\0" + bytes(9) + b"__label__en\0" + bytes(8) + b"\1"
+    model = struct.pack("<2i28xi24x", fasttext_model.MAGIC, 12, fasttext_model.SUPERVISED)
+    model += struct.pack("<3i2q", 2, 1, 1, 1, 1) + words
     model += bytes(8) + b"\1" + matrix + b"\0" + struct.pack("<2q", 1, 4) + bytes(16)
     path = tmp_path / "model.ftz"
-    for size in (len(model), len(model) + 1, len(model) - 1):
+    for size in (len(model), len(model) + 1):
         path.write_bytes(model[:size].ljust(size, b"\0"))
-        assert classifiers._is_whole(str(path)) == (size >= len(model))
+        assert classifiers._read_labels(str(path)) == ["en"]
+    path.write_bytes(model[:-1])
+    with pytest.raises(BadInput, match="ends early"):
+        classifiers._read_labels(str(path))
+
+
+def test_other_kinds_of_models(model, tmp_path):
+    """Labels in a tree (hierarchical softmax) or independent (one against all) are probabilities; word vectors have none."""
+    rng, data, loss = random.Random(4), Path(model).read_bytes(), classifiers.KIND - 4
+    german, english = text("de", rng), text("en", rng)
+
+    def changed(at, number):
+        path = write(tmp_path / f"{at}-{number}.bin", data[:at] + struct.pack("<i", number) + data[at + 4 :])
+        return Classifier(str(path), ("de",), 0.65)
+
+    for number in (1, 4):
+        changed(loss, number).check()
+    assert changed(loss, 1).keeps(german) != changed(loss, 1).keeps(english)
+    assert changed(loss, 4).keeps(german) and not changed(loss, 4).keeps(english)
+    for number in (1, 2):
+        with pytest.raises(
+            BadInput, match=rf"{number}.bin: has word vectors; name a model that was trained to classify"
+        ):
+            changed(classifiers.KIND, number).check()
+
+
+def test_labels_with_another_prefix(model, tmp_path):
+    path = write(tmp_path / "other.bin", Path(model).read_bytes().replace(b"__label__", b"__other__"))
+    classifier = Classifier(str(path), ("__other__en",), 0.65)
+    classifier.check()
+    assert classifier.keeps(text("en", random.Random(2)))
 
 
 def test_build_drops_by_each_model(model, tmp_path):
