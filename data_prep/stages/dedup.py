@@ -18,6 +18,7 @@ from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult
 from data_prep.stages.kept import DOCUMENT, KEYED, PARAGRAPH, TASK_SHIFT, KeptDocuments, keyed, numbers, task_and_index
 from data_prep.stages.minhash import BANDS, PERMUTATIONS
+from megabert.common.environment import raise_descriptor_limit
 
 STAGES = ("same documents", "same near", "keep", "same paragraphs", "trim")
 RANGE_RECORDS = 1 << 21
@@ -146,11 +147,14 @@ def near_candidates(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def _signatures(job: BuildJob, documents: np.ndarray) -> np.ndarray:
-    """uint32 [n, PERMUTATIONS] of documents by number, ascending. Open files are cached until masks are made."""
+    """uint32 [n, PERMUTATIONS] of documents by number, ascending. Up to half of the files that may be open are cached until masks
+    are made."""
     tasks, rows = task_and_index(documents)
     signatures = np.empty((len(documents), PERMUTATIONS), np.uint32)
     for task in np.unique(tasks).tolist():
         if (key := (job.work, task)) not in _mapped_signatures:
+            if 2 * len(_mapped_signatures) >= raise_descriptor_limit():
+                _mapped_signatures.clear()
             mapped = work_files.mapped(job, f"read-{task:07d}.signatures", "uint32")
             _mapped_signatures[key] = mapped.reshape(-1, PERMUTATIONS)
         of_task = tasks == task

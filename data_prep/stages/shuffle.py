@@ -18,6 +18,7 @@ from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult, appending, id_dtype
 from data_prep.stages.packing import pack
 from data_prep.stages.sequences import HELD, SEQUENCE, TRAIN, RowSplit
+from megabert.common.environment import raise_descriptor_limit
 
 # largest bucket in tokens; smaller shards have a bucket each
 MAX_BUCKET_TOKENS = 1 << 23
@@ -26,6 +27,8 @@ STREAM_SHUFFLE = 2
 SEQUENCES_AT_ONCE = 1 << 10
 # maximum number of file opens in a stage: 16 s at 30 µs each, in a build of an hour
 MAX_OPENS = 1 << 19
+# maximum number of runs, of two open files each: half of a low limit of 4,096 open files, or a lower one
+MAX_RUNS = 1024
 # number of runs after merging, if there would be more files to open
 MERGED_RUNS = 64
 
@@ -72,11 +75,12 @@ def bucket_count(tokens: int, shard_tokens: int) -> int:
 
 
 def merges(split: RowSplit, tokens: int, buckets: int) -> list[Merge]:
-    """Groups of adjacent runs to merge first; [] if `buckets` buckets may each open every run (MAX_OPENS).
+    """Groups of adjacent runs to merge first; [] if `buckets` buckets may each open every run (MAX_OPENS, MAX_RUNS).
 
     A merge has about MAX_BUCKET_TOKENS of all `tokens` in memory.
     """
-    if split.runs * buckets <= MAX_OPENS or split.runs <= MERGED_RUNS:
+    few = split.runs * buckets <= MAX_OPENS and split.runs <= min(MAX_RUNS, raise_descriptor_limit() // 4)
+    if few or split.runs <= MERGED_RUNS:
         return []
     size = -(-split.runs // MERGED_RUNS)
     ranges = max(1, round(tokens * size / split.runs / MAX_BUCKET_TOKENS))

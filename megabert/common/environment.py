@@ -198,11 +198,12 @@ def command() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files, usually 1,024, to the hard limit: each of 512 ranks has a socket to every
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files, usually 1,024, to the hard limit, and return it: each of 512 ranks has a socket to every
     other one and maps hundreds of shards, and its loader workers inherit both."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
 
 
 def end_with_parent() -> None:

@@ -1,6 +1,7 @@
 """Results come back in the order of the items, whoever made them, and a free worker is never kept waiting."""
 
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from data_prep.common.errors import BadInput, Unfinished
 from data_prep.executor import pool
 from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from tests.helpers.prep_builds import ROOT, build, mpirun
+from tests.helpers.prep_builds import ROOT, build, mpirun, report
 from tests.helpers.prep_reading import write
 
 RANKS = """
@@ -58,12 +59,24 @@ def test_a_slow_item_holds_up_one_rank_alone(slow):
     assert ranks.count(ranks[slow]) == 1 and set(ranks) == {"0", "1", "2"}
 
 
-def test_more_tasks_than_open_files(tokenizer_file, topics, tmp_path):
-    """A shell's limit of 1,024 was too low for 500 tasks, 2 GB of text: two files of each are mapped at once."""
-    inputs = [f"c{i}={write(tmp_path / f'{i}.txt', topics[i])}" for i in range(40)]
-    options = {"tokenizer": tokenizer_file, "seq_len": 64, "held_out": 0, "workers": 2}
-    limits = (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+@pytest.mark.parametrize(("tasks", "hard"), [(40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]), (200, 200)])
+def test_more_tasks_than_open_files(tasks, hard, tokenizer_file, topics, tmp_path):
+    """A shell's limit of 1,024 was too low for 500 tasks, 2 GB of text: two files of each were mapped at once. Each task has a near
+    duplicate of one text."""
+    words, rng = " ".join(topics).split(), random.Random(1)
+    texts = (f"{' '.join(words[:300])} {i}\n{' '.join(rng.sample(words, 50))}\n" for i in range(tasks))
+    inputs = [f"c{i}={write(tmp_path / f'{i}.txt', text)}" for i, text in enumerate(texts)]
+    options = {
+        "tokenizer": tokenizer_file,
+        "text_documents": "line",
+        "seq_len": 64,
+        "held_out": 0,
+        "workers": 2,
+        "dedup": "near",
+    }
+    limits = (64, hard)
     build(inputs, tmp_path / "out", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits), **options)
+    assert report(tmp_path / "out")["dropped"]["reasons"]["near duplicate"] == tasks - 1
 
 
 def test_ranks_are_counted_from_the_environment(monkeypatch):
