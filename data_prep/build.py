@@ -70,7 +70,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     with output_folder.opened(plan.folder, account, overwrite, _sources(plan, ranges), on_error=plan.on_error) as work:
         if work is None:
             if plan.url:  # killed while the last files were uploaded
-                output_folder.publish(plan.url, plan.folder, progress)
+                output_folder.upload(plan.url, plan.folder, progress)
             return None
         with Stages(work, executor, progress) as stages:
             with _with_reasons(problems, stages):

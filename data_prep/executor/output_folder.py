@@ -32,7 +32,7 @@ from megabert.common.files import cache_folder, canonical, files_below, lock
 from megabert.common.logs import log
 from megabert.data.shards import MANIFEST
 
-WORK = ".work"
+WORK, LOCK = ".work", "lock"
 HELD_OUT = "held_out"
 ACCOUNT = "build.json"
 REPORT = "report.json"
@@ -74,7 +74,7 @@ def opened(
 
     When the build ends, the work folder is removed and the account is kept. After BadInput, which the user corrects by other
     options, unpacked text is kept; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
-    A job that reads a part removes nothing; the merging build does that.
+    A job that reads a part removes nothing of its build; the merging build does that.
     """
     created, work = not output.exists(), output / WORK
     with _locked(output, shared=part):
@@ -113,13 +113,9 @@ def opened(
 @contextlib.contextmanager
 def alone(work: Path) -> Iterator[None]:
     """Lock a work folder shared by several jobs; the others wait."""
-    with open(work / "lock", "w") as file:
-        lock(file.fileno(), work / "lock", "start its parts one after another", wait=True)
+    with open(work / LOCK, "w") as file:
+        lock(file.fileno(), work / LOCK, "start its parts one after another", wait=True)
         yield
-
-
-# folders that this process has locked
-_held: set[Path] = set()
 
 
 @contextlib.contextmanager
@@ -135,10 +131,8 @@ def _locked(output: Path, shared: bool = False) -> Iterator[None]:
         except BlockingIOError:
             raise BadInput(f"--output {output}: another build is writing there") from None
         _refuse_foreign(output)
-        _held.add(output)
         yield
     finally:
-        _held.discard(output)
         os.close(handle)
 
 
@@ -168,7 +162,7 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -
     """Create the work folder of the build of `account`, or check that an existing one belongs to it.
 
     With `overwrite` an unfinished build of the same account was started by the same command, and is resumed. Jobs that each read a
-    `part` remove nothing, and must have the same files too.
+    `part` must have the same files too.
     """
     unfinished = output / WORK / ACCOUNT
     account = account | {"code": code()}
@@ -188,9 +182,8 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -
             )
     if not overwrite and list(output.rglob(MANIFEST)):
         raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
-    if not part:
-        clear(output)
-        (output / WORK).mkdir(exist_ok=True)
+    clear(output, part)  # a part, too: no other one has begun, and a build may have been killed while it cleared
+    (output / WORK).mkdir(exist_ok=True)
     write_json(unfinished, account)
 
 
@@ -243,8 +236,9 @@ def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
             )
 
 
-def clear(output: Path) -> None:
-    """Delete the files of a build except for unpacked text; manifests first, so that no dataset mixes two builds.
+def clear(output: Path, part: bool = False) -> None:
+    """Delete the files of a build except for unpacked text, and the lock that a `part` holds; manifests first, so that no dataset mixes
+    two builds.
 
     The account goes last: after a kill it still marks the folder as that of a build, which is not resumed.
     """
@@ -255,9 +249,9 @@ def clear(output: Path) -> None:
     if (work / ACCOUNT).exists():
         os.replace(work / ACCOUNT, account)
     for path in sorted(output.iterdir()):
-        if path == work and any((work / FOLDER / UNPACK).glob("*.json")):
-            for inner in (*work.iterdir(), *(work / FOLDER).iterdir()):
-                if inner.name not in (FOLDER, UNPACK) and not inner.match(SPOOLS):
+        if path == work and (part or any((work / FOLDER / UNPACK).glob("*.json"))):
+            for inner in (*work.iterdir(), *(work / FOLDER).glob("*")):
+                if inner.name not in (LOCK, FOLDER, UNPACK) and not inner.match(SPOOLS):
                     shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
         elif path.is_dir():
             shutil.rmtree(path)
@@ -320,15 +314,16 @@ def prepare_url(url: str, account: dict[str, Any], overwrite: bool, on_error: st
 
 
 def publish(url: str, folder: Path, progress: bool) -> None:
+    """`upload` outside of `opened`. Raises BadInput if another process of this machine has locked `folder`."""
+    with _locked(folder):
+        upload(url, folder, progress)
+
+
+def upload(url: str, folder: Path, progress: bool) -> None:
     """Upload the missing files of `folder`, manifests last, delete all other objects at `url`, then delete `folder`.
 
-    Raises BadInput if another process of this machine has locked `folder`. Does nothing if one has uploaded it meanwhile.
+    Does nothing if another process has uploaded it meanwhile.
     """
-    with contextlib.nullcontext() if folder in _held else _locked(folder):
-        _upload(url, folder, progress)
-
-
-def _upload(url: str, folder: Path, progress: bool) -> None:
     files = files_below(folder)
     if ACCOUNT not in files:  # uploaded and deleted by another process
         shutil.rmtree(folder)

@@ -106,15 +106,17 @@ def test_sources_in_the_output_are_refused(tmp_path):
         assert work.is_dir()
 
 
+@pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("call", ["shutil.rmtree", "pathlib.Path.unlink"])
-def test_folder_killed_while_clearing_is_recognised(call, tmp_path, monkeypatch):
-    begin_and_stop(tmp_path, "read.json", "../shard-000000.tar")
+def test_folder_killed_while_clearing_is_recognised(call, part, tmp_path, monkeypatch):
+    begin_and_stop(tmp_path, "read.json", "journal/read/0000000.json", "../shard-000000.tar")
     with monkeypatch.context() as patched:
         patched.setattr(call, Mock(side_effect=Killed))
         with pytest.raises(Killed), opened(tmp_path, OTHER, overwrite=True):
             pytest.fail("the build began")
-    with opened(tmp_path, ACCOUNT) as work:
-        assert sorted(tmp_path.rglob("*")) == [work, work / output_folder.ACCOUNT]
+    with opened(tmp_path, ACCOUNT, part=part) as work:
+        left = {path.relative_to(work).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+        assert left == ({"build.json", "lock"} if part else {"build.json"})
 
 
 def test_overwriting_goes_on_with_what_it_began(tmp_path):
