@@ -29,6 +29,7 @@ from data_prep.readers.archives import DamagedArchive
 from data_prep.readers.decompress import PLAIN_CHUNK
 from data_prep.readers.detection import detect, identify
 from data_prep.readers.lines import CLOSERS, HEADING_LINE, SENTENCE_END, with_line_feeds
+from data_prep.text.clean import BLANK_LINES
 from megabert.common import storage
 
 # most files of a sample, and the bytes of all; documents may be long
@@ -41,7 +42,6 @@ MANY = 50
 FEWEST_BLOCKS, FEWEST_LINES = 3, 20
 # characters of the longest wrapped lines
 WRAPPED = 120
-BLANK = re.compile(r"\n\s*\n")
 # an end of a sentence inside a line
 INNER_END = re.compile(rf"[.!?…؟]{CLOSERS}[ \t]|[。！？｡۔।॥։።။།]")
 # unpacked bytes per compressed byte, a rough figure
@@ -145,7 +145,7 @@ def decide(samples: Sequence[TextSample]) -> str:
 def _layout(sample: TextSample) -> tuple[str, float]:
     """(what the text of one file looks like, its blocks, or its lines if there are no blank lines between them)."""
     head = with_line_feeds(sample.head, sample.head)
-    texts = BLANK.split(head.decode(errors="replace").replace("\r", "").strip())
+    texts = BLANK_LINES.split(head.decode(errors="replace").replace("\r", "").strip())
     if not sample.whole and len(texts) > 1:
         texts.pop()  # it may be cut anywhere
     blocks = [[line.rstrip() for line in text.split("\n")] for text in texts]

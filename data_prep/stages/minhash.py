@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.common.arrays import segment_hashes, segment_sums, word_bytes
+from data_prep.text.clean import UNSPACED
 from data_prep.tokens.encoder import DocumentBatch
 from megabert.common.random_numbers import GOLDEN64, mix64
-from megabert.data.text import NO_SPACES, Form, clean_word, writes_without_spaces
+from megabert.data.text import Form, clean_word, writes_without_spaces
 
-_UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
-UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+UNIT = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 # values in a signature; with 128, pairs of similarity 0.33 (stubs: "X may refer to:") often exceed a threshold of 0.45
 PERMUTATIONS = 256

@@ -27,9 +27,9 @@ ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{
 # most times that an entity was escaped; more would take quadratic time for a long `&amp;amp;amp;…`
 MAX_ESCAPES = 16
 BLANK_LINES = re.compile(r"\n\s*\n")
-_UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
+UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in NO_SPACES)
 # a line end inside text of a script without spaces between words
-UNSPACED_WRAP = re.compile(rf"(?<=[{_UNSPACED}])[ \t]*\n[ \t]*(?=[{_UNSPACED}])")
+UNSPACED_WRAP = re.compile(rf"(?<=[{UNSPACED}])[ \t]*\n[ \t]*(?=[{UNSPACED}])")
 # first bytes of these marks
 _GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})
 
