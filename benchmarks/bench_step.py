@@ -248,7 +248,8 @@ def show(result: dict[str, Any]) -> None:
 
 def show_kernels(result: dict[str, Any]) -> None:
     """The profile: GFLOP/s of an operation, and their share of the model's own products, where its FLOPs are known."""
-    own, total = result["own_products_tflops"], sum(kernel["ms"] for kernel in result["kernels"])
+    # 0: the machine lets nobody profile its device
+    own, total = result["own_products_tflops"], sum(kernel["ms"] for kernel in result["kernels"]) or 1.0
     print(f"  costliest kernels of an update of ours; products of the model's shapes: {1e3 * own:,.0f} GFLOP/s")
     print(f"  {'ms':>9} {'share':>6} {'calls':>6} {'GFLOP/s':>9} {'ceiling':>8}  name")
     for kernel in result["kernels"][:SHOWN]:

@@ -13,6 +13,7 @@ is written after each, with clocks, power and temperature.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -43,8 +44,8 @@ MINUTES, KEPT_IN_HAND, LEAST = {"first": 5.0, "second": 8.0}, 60, 10
 ITEMS = "benchmarks/gpu/items.py"
 # characters of an item's output that are kept
 OUTPUT = 20_000
-# seconds between looks at the results of a process of several items
-LOOK = 0.5
+# seconds between looks at the results of a process of several items, and for the end of a killed process
+LOOK, END_SECONDS = 0.5, 10
 # value of --only for no item, as benchmarks/gpu/rehearse.py wants
 NOTHING = "none"
 NATIVE = "attention=native layer=native mlm_loss=native"
@@ -157,6 +158,14 @@ def figure(key: str, value: dict[str, Any]) -> str:
     return ", ".join(f"{name} {found}" for name, found in value.items())
 
 
+def end_group(leader: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its group. One that waits for a hung device ends later, or never, and is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        leader.wait(END_SECONDS)
+
+
 class Telemetry:
     """Clocks, power and temperature of the first GPU while an item runs, read by nvidia-smi."""
 
@@ -169,15 +178,15 @@ class Telemetry:
         if shutil.which("nvidia-smi"):
             with self.file.open("w") as file:
                 self.process = subprocess.Popen(
-                    [*command, "-lms", "500"], stdout=file, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent
-                )
+                    [*command, "-lms", "500"], stdout=file, stderr=subprocess.DEVNULL, start_new_session=True,
+                    preexec_fn=end_with_parent,
+                )  # fmt: skip
 
     def stop(self) -> dict[str, list[float]]:
         """Minimum, median and maximum of each field; {} without nvidia-smi."""
         if self.process is None:
             return {}
-        self.process.terminate()
-        self.process.wait()
+        end_group(self.process)
         samples: dict[str, list[float]] = {field: [] for field in self.FIELDS}
         for line in self.file.read_text().splitlines():
             for field, text in zip(self.FIELDS, line.split(","), strict=False):
@@ -193,7 +202,8 @@ def run_items(
 
     `limit`: seconds for each; `end`: of the monotonic clock. After a failure the rest of `keys` has no result.
     """
-    with tempfile.TemporaryDirectory(prefix="gpu_suite_") as name:
+    # processes that an item has left may still write into it
+    with tempfile.TemporaryDirectory(prefix="gpu_suite_", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         target, log = folder / "result.json", folder / "log"
         # a separate cache of compiled code: incomplete files of an ended item would break this one
@@ -217,9 +227,7 @@ def run_items(
                 value = value or {"output": log.read_text(errors="replace")[-OUTPUT:]}
                 yield key, {"state": "done", "value": value, **result}
         finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            end_group(child)
 
 
 def wait(child: subprocess.Popen[bytes], target: Path, line: int, seconds: float) -> tuple[str, dict[str, Any]]:

@@ -101,9 +101,9 @@ def steps(target: Path, cases: list[str]) -> None:
         args = bench_step.parser().parse_args(shlex.split(options))
         args.precision = precision.choose(args.precision, world)
         result = bench_step.measure(args, args.dropout[0], world, Path(args.data))
-        bench_step.show(result)
         with target.open("a") as file:
             file.write(json.dumps({"key": key, "value": result}) + "\n")
+        bench_step.show(result)
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -41,6 +41,8 @@ TEST_TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypoth
 LIMIT = 64 << 20
 # symbol versions that torch's wheels need (manylinux_2_28): glibc 2.28 and the libstdc++ of GCC 8
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
+# seconds for PROBE, of which the first import of torch on a fresh machine has taken more than 90, and for compiling there
+PROBE_SECONDS, BUILD_SECONDS = 180, 150
 # load a library and run an operation, gelu(2), since a library may load without code for the device
 PROBE = """
 import sys, torch
@@ -52,13 +54,13 @@ assert abs(y.float().mean().item() - 1.9545) < 0.01, y
 
 
 def run(command: list[str], timeout: float | None = None, **env: str) -> str:
-    """A command's output. Raises ValueError with its last lines if it fails."""
+    """A command's output. Raises ValueError with its last lines if it fails, and TimeoutError."""
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=hardware.clone_environment(**env), capture_output=True, text=True, timeout=timeout
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"{hardware.shown(command)}: no end after {timeout:.0f} s") from None
+        raise TimeoutError(f"{hardware.shown(command)}: no end after {timeout:.0f} s") from None
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
         raise ValueError(f"{hardware.shown(command)} failed (exit {done.returncode}):\n{last}")
@@ -214,21 +216,25 @@ def unpack_wheels(folder: Path, site: Path) -> str:
 
 def place_library(folder: Path, device: str) -> str:
     """Copy the pack's library into the tree, or build one there if it does not run on the device; returns a line about it. Raises
-    ValueError if it is from other sources, or if none runs."""
+    ValueError if it is from other sources, or if none runs, and TimeoutError."""
     if read(folder)["native_sources"] != native_digest():
         raise ValueError(f"{folder}: its library was built from other native sources than this tree's; make it again")
     probe = [sys.executable, "-c", PROBE]
     try:
-        run([*probe, str(folder / LIBRARY), device], timeout=90)
+        run([*probe, str(folder / LIBRARY), device], PROBE_SECONDS)
     except ValueError as error:
         if device == "cpu":
             raise
-        began, reason = time.monotonic(), str(error).splitlines()[-1]
-        capability = run([sys.executable, "-c", "import torch; print(*torch.cuda.get_device_capability(), sep='.')"])
-        architecture = {"MEGABERT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability.strip()}
-        run([sys.executable, "setup.py", "build_ext", "--inplace"], timeout=150, **architecture)
-        run([*probe, str(TREES_LIBRARY), device], timeout=90)
-        return f"library built here in {time.monotonic() - began:.0f} s; the pack's: {reason}"
+        began, reason = time.monotonic(), f"the pack's: {str(error).splitlines()[-1]}"
+        try:
+            find = "import torch; print(*torch.cuda.get_device_capability(), sep='.')"
+            capability = run([sys.executable, "-c", find], PROBE_SECONDS).strip()
+            architecture = {"MEGABERT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability}
+            run([sys.executable, "setup.py", "build_ext", "--inplace"], BUILD_SECONDS, **architecture)
+            run([*probe, str(TREES_LIBRARY), device], PROBE_SECONDS)
+        except (ValueError, TimeoutError) as other:
+            raise ValueError(f"no library runs; {reason}; building one here: {other}") from None
+        return f"library built here in {time.monotonic() - began:.0f} s; {reason}"
     part = TREES_LIBRARY.with_name(f"{TREES_LIBRARY.name}.part")
     shutil.copy2(folder / LIBRARY, part)
     os.replace(part, TREES_LIBRARY)

@@ -49,6 +49,21 @@ def test_an_item_that_crashes_or_hangs_is_one_failed_result() -> None:
     assert (hung["state"], hung["reason"]) == ("failed", "no end after 1 s") and hung["seconds"] < 20
 
 
+def test_what_an_item_leaves_behind_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detached process that still writes into the item's folder, and an nvidia-smi that does not end when asked."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\ntrap '' TERM\necho '1980, 3201, 650.5, 60, [N/A]'\nsleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    write = "import pathlib, sys, time\nend = time.monotonic() + 5\nwhile time.monotonic() < end: "
+    write += "pathlib.Path(sys.argv[1], str(time.monotonic_ns())).touch()"
+    code = "import os, subprocess, sys, time\nfolder = os.path.dirname(sys.argv[-1])\n"
+    code += f"subprocess.Popen([sys.executable, '-c', {write!r}, folder], start_new_session=True); time.sleep(1)"
+    done = run(code)
+    assert done["state"] == "done" and done["seconds"] < 10
+    assert done["telemetry"]["clocks.sm"] == [1980] * 3 and "memory.used" not in done["telemetry"]
+
+
 LINES = """
 import json, sys, time
 for key in sys.argv[2:]:
@@ -177,6 +192,29 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch) -> N
         with pytest.raises(ValueError, match=message):
             pack.place_library(write_pack(tmp_path / message, **record), "cpu")
     assert not (tmp_path / "tree.so").exists()
+
+
+def test_why_no_library_runs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the pack's and of the one built there; a device that does not answer is no reason to build one."""
+    folder, outcomes = (
+        write_pack(tmp_path / "pack"),
+        [ValueError("probe\nundefined symbol"), "9.0", ValueError("no nvcc")],
+    )
+    monkeypatch.setattr(pack, "run", Mock(side_effect=outcomes))
+    with pytest.raises(ValueError, match=r"the pack's: undefined symbol; building one here: no nvcc"):
+        pack.place_library(folder, "cuda")
+    slow = Mock(side_effect=TimeoutError("no end after 180 s"))
+    monkeypatch.setattr(pack, "run", slow)
+    with pytest.raises(TimeoutError):
+        pack.place_library(folder, "cuda")
+    assert slow.call_count == 1
+
+
+def test_a_profile_without_times_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a device whose counters are closed."""
+    kernel = {"ms": 0.0, "calls": 1, "name": "Activity Buffer Request", "tflops": None}
+    bench_step.show_kernels({"own_products_tflops": 700.0, "kernels": [kernel]})
+    assert "Activity Buffer Request" in capsys.readouterr().out
 
 
 @needs_library
