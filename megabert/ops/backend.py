@@ -135,7 +135,10 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: in
 def _compiler(device: str) -> str:
     """Why torch.compile cannot run, or ""."""
     if device == "cuda":
-        return "" if importlib.util.find_spec("triton") else "torch.compile needs the package triton on cuda"
+        if not importlib.util.find_spec("triton"):
+            return "torch.compile needs the package triton on cuda"
+        found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as triton looks it up
+        return "" if found else "torch.compile needs a C compiler for triton; there is neither gcc nor clang"
     compiler = os.environ.get("CXX", "g++")  # as torch looks it up
     return "" if shutil.which(compiler) else f"torch.compile needs a C++ compiler; there is no {compiler}"
 

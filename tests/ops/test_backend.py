@@ -1,7 +1,9 @@
 """A backend is chosen once, with its reason; an explicit choice that cannot run is an error and never something else."""
 
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from typing import get_args
@@ -93,6 +95,16 @@ def test_where_flash_attention_3_runs(installed, capability, reason, monkeypatch
     assert found.startswith(f"FlashAttention-3 {reason}") if reason else not found
     assert ops.obstacles("attention", "cuda", torch.float32)["flash3"] == "FlashAttention-3 takes bfloat16, not float32"
     assert ops.choose("attention", "auto", "cuda", torch.bfloat16).name != "flash3"
+
+
+@pytest.mark.parametrize(("compiler", "reason"), [("", "needs a C compiler for triton"), ("clang", "")])
+def test_compiled_on_cuda_needs_a_c_compiler(compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which images with torch may lack."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == compiler else None)
+    found = ops.obstacles("layer", "cuda", torch.bfloat16)["compiled"]
+    assert reason in found and bool(found) == bool(reason)
 
 
 def test_what_native_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
