@@ -1,10 +1,11 @@
-"""What CUDA operations do beyond the tests of their numerics, which run on a GPU by their `cuda` cases."""
+"""What CUDA operations do beyond the tests of their numerics, which run on a GPU by their `cuda` cases, and copies to the device."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megabert import ops
+from megabert.data.batch import BatchLayout, Update
 from tests.ops import reference
 from tests.ops.oracle import compare, normal, results
 
@@ -80,3 +81,22 @@ def test_mixed_devices_and_head_sizes_are_named() -> None:
     bound, seed = torch.zeros(1, 4, dtype=torch.int32, device="cuda"), torch.tensor([SEED], device="cuda")
     with pytest.raises(RuntimeError, match="heads have size 128, not a multiple of 8 up to 64"):
         torch.ops.megabert.attention(torch.ones(1, 4, 384).bfloat16().cuda(), None, bound, bound, seed, 0, 1, 0.0)
+
+
+def test_pinned_buffers_are_reused_after_their_copies() -> None:
+    """The host makes updates ahead and frees them while the device has not copied any."""
+    layout = BatchLayout(rows=64, seq_len=512, max_sequences=4, capacity=80)
+
+    def on_device(value: int) -> list[torch.Tensor]:
+        types = zip(layout.sizes(), (torch.int32, torch.int64), strict=True)
+        narrow, wide = (torch.full((size,), value, dtype=dtype).pin_memory() for size, dtype in types)
+        batches = layout.micro_batches(narrow, wide, 32)
+        update = Update(step=0, epoch=0, batches=batches, buffers=(layout, narrow, wide))
+        return [tensor for batch in update.on("cuda") for tensor in (batch.input_ids, batch.mlm_labels, batch.lengths)]
+
+    torch.cuda._sleep(200_000_000)
+    found = [on_device(value) for value in (1, 2, 3)]
+    for value, tensors in enumerate(found, 1):
+        for ids, labels, lengths in (tensors[:3], tensors[3:]):
+            assert (ids == value).all() and (labels == value).all()
+            assert (lengths == value).sum() == 32 * 4 and lengths.sum() == 32 * 512
