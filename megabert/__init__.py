@@ -91,9 +91,11 @@ class LoadedModel:
         return self._extractor.encode(given)
 
     def logits(self, texts: str | Sequence[str] | Tensor) -> Tensor:
-        """Logits of texts, or of ids as `tokenizer` returns them: fp32 [n, T, V]; of the next token for a causal model. Without gradients;
-        use `model` for those. Raises ValueError for a text too long for the model, and for a model without an MLM head."""
+        """Logits of texts, or of ids as `tokenizer` returns them: fp32 [n, T, V]; of the next token for a causal model. Without gradients
+        and dropout; use `model` for those. Raises ValueError for a text too long for the model, and for a model without an MLM head."""
         import torch
+
+        from megabert.model import evaluating
 
         self.pretrained.refuse_without_mlm_head()
         config, ids = self.pretrained.config, texts if isinstance(texts, torch.Tensor) else self.tokenizer(texts)
@@ -101,13 +103,13 @@ class LoadedModel:
             raise ValueError(
                 f"{ids.shape[1]} tokens, the model takes at most {config.model.max_positions}; shorten the text"
             )
-        with torch.no_grad():
+        with evaluating(self.model):
             logits: Tensor = self.model(ids, causal=config.data.masking.causal)
             return logits
 
     def fill(self, text: str | Sequence[str], top: int = 5) -> list[Any]:
         """The `top` likeliest (word, probability) of each [MASK] in `text`; of several texts a list of these. Raises ValueError for a
-        text without one or too long for the model, and for a model without an MLM head."""
+        text without one or too long for the model, for `top` below 1, and for a model without an MLM head."""
         from megabert.commands.fill import Filler
 
         filler = Filler(self.pretrained, self.model)

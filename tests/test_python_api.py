@@ -129,8 +129,13 @@ def trained(tmp_path):
 
 
 def test_a_trained_model_is_exported_as_it_is(trained, tmp_path):
-    want = trained.logits(TEXT)
+    want, run = trained.logits(TEXT), trained.pretrained.run_dir
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/mlm_loss": 1.5}\n')
+    megabert.load(run).export(tmp_path / "same")
     trained.export(tmp_path / "hf")
+    cards = [(tmp_path / name / "README.md").read_text() for name in ("same", "hf")]
+    assert ["1.5 (update 0)" in card for card in cards] == ["0, then changed outside" not in card for card in cards]
+    assert "1.5 (update 0)" in cards[0] and "0, then changed outside of its run" in cards[1]
     peer = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         torch.testing.assert_close(peer(trained.tokenizer(TEXT).long()).logits, want, atol=1e-5, rtol=0)
@@ -158,8 +163,10 @@ def test_vectors_are_prepared_again_only_for_new_weights(tmp_path, monkeypatch):
     assert not np.allclose(model.encode(TEXT), before[0]) and made.call_count == 2
 
 
-def test_filling_leaves_the_mode_and_takes_lists(trained):
+def test_predictions_have_no_dropout_and_leave_the_mode(trained):
+    want = trained.logits(TEXT)
     trained.model.train()
+    assert trained.model(trained.tokenizer(TEXT)).ne(want).any() and trained.logits(TEXT).equal(want)
     one, two = trained.fill([TEXT, "she [MASK] sea [MASK]"], top=2)
     assert trained.model.training and one == trained.fill(TEXT, top=2) and [len(words) for words in two] == [2, 2]
 
@@ -190,6 +197,8 @@ def test_misuse_is_named(tmp_path):
         next(megabert.batches("data"))
     with pytest.raises(ValueError, match=r"the text has no \[MASK\]"):
         model.fill("the fox")
+    with pytest.raises(ValueError, match="top=0: must be 1 or more"):
+        model.fill(TEXT, top=0)
     with pytest.raises(ValueError, match="nowhere: no such folder"):
         megabert.load("nowhere")
     with pytest.raises(ValueError, match="takes at most 40; shorten the text"):

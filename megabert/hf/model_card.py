@@ -61,15 +61,16 @@ def recipe(pretrained: Pretrained) -> dict[str, Any]:
     rows = {key: value for key, value in rows.items() if not re.match(r"(phases\.\d+\.)?data\.(path|mix)", key)}
     names = {"dataset": "dataset fingerprint", "revision": "revision", "config_sha256": "config SHA-256"}
     rows |= {shown: state.get(key, "unknown") for key, shown in names.items()}
-    return {"updates": f"{pretrained.step:,}"} | rows | {"tokenizer SHA-256": pretrained.tokenizer.sha256}
+    updates = f"{pretrained.step:,}" + ", then changed outside of its run" * pretrained.changed
+    return {"updates": updates} | rows | {"tokenizer SHA-256": pretrained.tokenizer.sha256}
 
 
 def metrics(pretrained: Pretrained) -> dict[str, Any]:
-    """Metrics that its run measured up to its checkpoint, or "not measured"."""
+    """Metrics that its run measured up to its checkpoint, or "not measured", as of weights that were changed since."""
     seconds = pretrained.state.get("seconds")
     rows: dict[str, Any] = {"training time": duration(seconds) if seconds else UNKNOWN}
     newest: dict[str, tuple[int, Any]] = {}
-    for entry in json_lines(pretrained.run_dir / METRICS):
+    for entry in () if pretrained.changed else json_lines(pretrained.run_dir / METRICS):
         if entry["step"] <= pretrained.step:
             newest |= {key: (entry["step"], value) for key, value in entry.items() if isinstance(value, int | float)}
     model = "next-token" if pretrained.config.data.masking.causal else "masked-LM"

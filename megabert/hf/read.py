@@ -68,7 +68,7 @@ class Pretrained:
     """`weights` are fp32 by parameter name; `state` are the other entries of the checkpoint; `run_dir` is its folder.
 
     `initialised` are heads that are those of a new model, since a Hugging Face folder did not have them, also after it was written
-    as a run; `ignored` are its tensors for which ours has no place.
+    as a run; `ignored` are its tensors for which ours has no place. `changed`: the weights are no longer those of `run_dir`.
     """
 
     run_dir: Path
@@ -78,6 +78,7 @@ class Pretrained:
     tokenizer: Tokenizer
     initialised: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    changed: bool = False
 
     @property
     def step(self) -> int:
@@ -102,7 +103,8 @@ class Pretrained:
             prefix = OUR_HEADS[head.partition(" (")[0]]
             return not any(name.startswith(prefix) for name in changed)
 
-        return replace_fields(self, weights=weights, initialised=tuple(filter(is_new, self.initialised)))
+        new = tuple(filter(is_new, self.initialised))
+        return replace_fields(self, weights=weights, initialised=new, changed=self.changed or bool(changed))
 
     def model(self, device: torch.device, dtype: torch.dtype = torch.float32) -> BertForPreTraining:
         """The model without dropout."""
