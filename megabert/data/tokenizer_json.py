@@ -22,6 +22,9 @@ from megabert.data import tokenizer as base
 from megabert.data.tokenizer import BYTE, CONFIG, SPECIAL_IDS, SPECIAL_TOKENS, Tokenizer, without_space
 
 SPECIAL_MAP, ADDED, MERGES, JSON = "special_tokens_map.json", "added_tokens.json", "merges.txt", "tokenizer.json"
+MODEL_CONFIG = "config.json"
+# values of its model_type whose tokenizer is BERT's unless another is named
+BERT_TYPES = ("bert", "distilbert", "electra", "megatron-bert", "nomic_bert")
 # of an added token, beside its content and id
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 USUAL = {
@@ -116,11 +119,12 @@ def load(path: Path, data: bytes) -> FastTokenizer:
 
 def bert_normalizer(tree: Mapping[str, Any], path: Path) -> Any:
     """The normalizer of a tokenizer.json `tree`; that of BERT has the fields of the tokenizer_config.json beside it, where that names
-    its class, as in transformers."""
+    its class, or the model's type implies it, as in transformers."""
     normalizer, config = tree.get("normalizer"), _beside(path, CONFIG)
-    named = (
-        str(config.get("tokenizer_class")).removesuffix("Fast") in base.BERT_CLASSES[:3] and "do_lower_case" in config
-    )
+    if "do_lower_case" not in config:
+        return normalizer
+    implied = base.BERT_CLASSES[0] if _beside(path, MODEL_CONFIG).get("model_type") in BERT_TYPES else ""
+    named = str(config.get("tokenizer_class") or implied).removesuffix("Fast") in base.BERT_CLASSES[:3]
     if not named or not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
         return normalizer
     base.read_casing(path.with_name(CONFIG))

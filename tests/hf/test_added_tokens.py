@@ -118,10 +118,12 @@ def test_special_tokens_of_a_config_are_found(tmp_path: Path) -> None:
     assert read_tokenizer(tmp_path).encode_batch([*TEXTS, "seas"]) == want
 
 
-def test_the_casing_beside_a_tokenizer_json_wins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [True, False], ids=["class", "model_type"])
+def test_the_casing_beside_a_tokenizer_json_wins(named: bool, tmp_path: Path) -> None:
     folder, _ = folder_with(tmp_path, "tokenizer.json")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    write_json(folder / "tokenizer_config.json", config | {"do_lower_case": False})
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"do_lower_case": False}
+    config = config if named else {"do_lower_case": False}
+    write_json(folder / "tokenizer_config.json", config)
     peer = transformers.AutoTokenizer.from_pretrained(folder)
     assert ids(peer) == read_tokenizer(folder).encode_batch(TEXTS) and peer.unk_token_id in ids(peer)[1]
 
