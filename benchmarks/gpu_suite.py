@@ -92,9 +92,8 @@ Results = Iterator[tuple[str, dict[str, Any]]]
 NAMED = " ".join(f"ops.{choice}" for choice in NATIVE.split())
 SMALL_MODEL = "model.layers=4 model.hidden=256 model.heads=4 data.workers=2 batch.micro_size=32 batch.global_size=64"
 SHORT_DAY = "batch.global_size=512 data.workers=4 log.seconds=0"
-QUICK = (
-    "model.layers=2 model.hidden=32 model.heads=2 batch.micro_size=2 batch.global_size=4 precision=fp32 data.workers=1"
-)
+TINY_MODEL = "model.layers=2 model.hidden=32 model.heads=2"
+QUICK = f"{TINY_MODEL} batch.micro_size=2 batch.global_size=4 precision=fp32 data.workers=1"
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,11 @@ class Suite:
         shape = re.search(r"(\d+)x(\d+)", key)
         assert shape, f"{key}: names no row length and rows"
         seq_len, rows = shape.groups()
-        model, micro, count = ("tiny", "2", "1") if self.quick else ("large", rows, "4")
-        sizes = f"--model {model} --micro {micro} --accumulation 1 --seq-len {seq_len} --steps {count}"
+        sizes = "--model tiny --micro 2 --steps 1" if self.quick else f"--model large --micro {rows} --steps 4"
         dropout = "" if "--dropout" in options else " --dropout 0.1"
         if self.device == "cpu":
             options = options.replace("=varlen", "=sdpa")
-        return f"{sizes} --data {self.pack}/data/seq{seq_len} {options}{dropout}"
+        return f"{sizes} --accumulation 1 --seq-len {seq_len} --data {self.pack}/data/seq{seq_len} {options}{dropout}"
 
     def command(self, keys: Sequence[str], options: Sequence[str], target: Path) -> list[str]:
         """The command of an item, or of several steps in one process."""
@@ -145,12 +143,10 @@ def figure(key: str, value: dict[str, Any]) -> str:
         return str(value["output"].strip().splitlines()[-1])
     if part == "steps":
         (ours,) = value["results"].values()
+        rows, tokens = (ours[f"{name}_per_sec"]["p50"] for name in ("sequences", "real_tokens"))
+        pace = f"{ours['step_seconds']['p50'] * 1e3:,.1f} ms, {rows:,.0f} sequences/s, {tokens:,.0f} real tokens/s"
         of = ours["mfu_datasheet_real"] or ours["mfu_real"]
-        seconds, rows = ours["step_seconds"]["p50"], ours["sequences_per_sec"]["p50"]
-        return (
-            f"{seconds * 1e3:,.1f} ms, {rows:,.0f} sequences/s, {ours['real_tokens_per_sec']['p50']:,.0f} real tokens/s, "
-            f"MFU {of:.1%}, {ours['memory_peak_gib']:.1f} GiB"
-        )
+        return f"{pace}, MFU {of:.1%}, {ours['memory_peak_gib']:.1f} GiB"
     if part == "kernels":
         best = [f"{c['what']} {c['ratio']:.2f}" for result in value["results"] for c in result["comparisons"]]
         rates = [f"{r['size']} {max(r['tflops'].values()):.4g} TFLOP/s" for r in value["results"] if r["tflops"]]
@@ -290,6 +286,9 @@ def parse() -> argparse.Namespace:
         parser.error(f"--only {unknown[0]}: not in the calls {' and '.join(args.calls)}; name {parts}")
     args.minutes = args.minutes or sum(MINUTES[call] for call in args.calls)
     if not args.make_pack:
+        if 60 * args.minutes < KEPT_IN_HAND + LEAST:
+            least = f"{(KEPT_IN_HAND + LEAST) / 60:.1f}, of which {KEPT_IN_HAND} s are kept in reserve"
+            parser.error(f"--minutes {args.minutes:g}: the smallest part needs {least}")
         record = pack.read(args.pack)
         if not record:
             parser.error(f"--pack {args.pack}: is not a finished pack; --make-pack makes one")
@@ -327,8 +326,10 @@ def main() -> int:
             except (LookupError, TypeError, ValueError) as error:  # the others are still to be measured
                 line = f"its figures are not as expected: {error!r}"
             print(f"{key:<32} {result['state']:<7} {result.get('seconds', 0):>5} s  {line}", flush=True)
-    failed = [key for key, result in found.items() if result["state"] == "failed"]
-    if failed:
+    states = {key: result["state"] for key, result in found.items()}
+    if set(states.values()) == {"skipped"}:
+        raise ValueError(f"--minutes {args.minutes:g}: were over before the first part, so nothing was measured")
+    if failed := [key for key, state in states.items() if state == "failed"]:
         print(f"error: failed: {', '.join(failed)}; the reasons are in {args.json}", file=sys.stderr)
     return 1 if failed else 0
 

@@ -135,6 +135,20 @@ def test_a_part_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch, 
         assert f"--only {words[-1]}: not in the calls first" in capsys.readouterr().err
 
 
+def test_too_few_minutes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Those in which no part starts, and those that the set-up takes."""
+    words = ["gpu_suite.py", "first", "--device", "cpu", "--json", str(tmp_path / "gpu.json"), "--pack"]
+    words += [str(write_pack(tmp_path / "pack", about={"revision": "1"})), "--minutes"]
+    monkeypatch.setattr("sys.argv", [*words, "1"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_suite.parse()
+    assert "error: --minutes 1: the smallest part needs 1.2, of which 60 s" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [*words, "1.17"])
+    monkeypatch.setattr(pack, "place_library", lambda *_: monkeypatch.setattr(gpu_suite, "LEAST", 11) or "placed")
+    with pytest.raises(ValueError, match="over before the first part"):
+        gpu_suite.main()
+
+
 def test_right_comes_before_fast() -> None:
     """Whether kernels are right, then a profile and the baseline, whether it trains; each key of one call."""
     first, second = (list(items) for items in gpu_suite.CALLS.values())
