@@ -11,14 +11,12 @@ more on small ones. `ratio` is the lowest of single-token masking relative to th
 
 from __future__ import annotations
 
-import io
 import itertools
 import sys
-import tarfile
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import hardware
-from benchmarks.common.measure import quantiles
+from benchmarks.common.measure import quantiles, take_turns
 from megabert.common.environment import disable_malloc_trimming
 from megabert.config import MaskingConfig
 from megabert.data.loader import Loader
@@ -102,20 +100,11 @@ def one_row_a_sample(dataset: Dataset, rows: int, path: Path) -> Step:
     """Stock webdataset over a tar with one `.npy` of ids a row."""
     import webdataset
 
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+    # whole seconds, which need no header of their own
+    with webdataset.TarWriter(str(path), mtime=0) as tar:
         for i, row in enumerate(dataset.read(np.arange(min(rows, dataset.rows))).ids):
-            data = io.BytesIO()
-            np.save(data, row)
-            info = tarfile.TarInfo(f"{i:09d}.ids.npy")
-            info.size = data.tell()
-            data.seek(0)
-            tar.addfile(info, data)
-
-    def samples() -> Iterator[Any]:
-        while True:
-            yield from webdataset.WebDataset(str(path), shardshuffle=False).decode()
-
-    stream = samples()
+            tar.write({"__key__": f"{i:09d}", "ids.npy": row})
+    stream = iter(webdataset.WebDataset(str(path), shardshuffle=False).decode().repeat())
     return lambda: next(stream)["ids.npy"], 1
 
 
@@ -137,18 +126,14 @@ def measure(
     for size in sizes:
         mine, peer = f"ours, updates of {size} rows", f"{COLLATOR}, batches of {size} rows"
         cases[peer] = hugging_face(dataset, rows, size)
-        cases[mine] = ours(dataset, vocabulary, size, MaskingConfig(strategy="token"))
         equal.append((mine, peer))
-        cases[f"by word, updates of {size} rows"] = ours(dataset, vocabulary, size, MaskingConfig(strategy="word"))
-        cases[f"by span, updates of {size} rows"] = ours(dataset, vocabulary, size, MaskingConfig(strategy="span"))
+        named = {"token": mine} | {by: f"by {by}, updates of {size} rows" for by in ("word", "span")}
+        cases |= {name: ours(dataset, vocabulary, size, MaskingConfig(strategy=by)) for by, name in named.items()}
     cases[READER] = one_row_a_sample(dataset, rows, scratch / "rows.tar")
     equal += [(mine, READER) for mine, _ in equal]
     for call, _ in cases.values():
         call()  # maps, caches, first imports
-    rates: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(ROUNDS):
-        for name, step in cases.items():
-            rates[name].append(rows_per_second(step))
+    rates = take_turns(cases, ROUNDS, lambda name: rows_per_second(cases[name]))
     shown = {name: quantiles(values) for name, values in rates.items()}
     ratios = {(mine, peer): shown[mine]["p50"] / shown[peer]["p50"] for mine, peer in equal}
     return {
@@ -156,7 +141,9 @@ def measure(
         # the lowest of single-token masking, which the collator does, over the collator
         "ratio": min(r for (mine, peer), r in ratios.items() if mine.startswith("ours") and COLLATOR in peer),
         "rows_per_sec": shown,
-        "comparisons": [{"ours": mine, "peer": peer, "ratio": r} for (mine, peer), r in ratios.items()],
+        "comparisons": [
+            {"what": "rows/s", "ours": mine, "peer": peer, "ratio": r} for (mine, peer), r in ratios.items()
+        ],
     }
 
 
@@ -164,9 +151,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"\nrows of {result['seq_len']} tokens; rows/s on one core")
     for name, q in result["rows_per_sec"].items():
         print(f"  {name:<72} p20 {q['p20']:>9,.0f}   p50 {q['p50']:>9,.0f}   p80 {q['p80']:>9,.0f}")
-    for c in result["comparisons"]:
-        if c["ours"].startswith("ours"):
-            print(f"  ratio {c['ratio']:>8.1f}   {c['ours']}  over  {c['peer']}")
+    hardware.print_ratios(result["comparisons"])
 
 
 def main() -> None:

@@ -21,9 +21,7 @@ import argparse
 import csv
 import json
 import random
-import shlex
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not
 import numpy as np
 
 from benchmarks.common import hardware
+from benchmarks.common.hardware import over_seeds, show
 from benchmarks.race.records import circumstances
 from megabert.common.files import write_atomically
 
@@ -78,15 +77,15 @@ class TaskCase:
 
 @dataclass(frozen=True)
 class Side:
-    """A start, and the Python module and options that fine-tune it; `against`: the side it is compared with."""
+    """A start, the SHA-256 of its weights, and the Python module and options that fine-tune it; `against`: the side it is compared
+    with."""
 
     name: str
     start: Path
+    weights: str
     module: tuple[str, ...] = OURS
     options: tuple[str, ...] = ()
     against: str = ""
-    # SHA-256 of the start's weights
-    weights: str = ""
 
 
 def split_file(
@@ -117,15 +116,10 @@ def sentences(tasks: Path, scratch: Path, most: int) -> TaskFiles:
 
 
 def label_tallies(reported: Path, predictions: Path) -> list[Tally]:
-    """Tallies of a table with a column `label`: whether each row is correct."""
-    both = zip(column(reported, "label"), column(predictions, "prediction"), strict=True)
-    return [(float(truth == predicted), 1.0) for truth, predicted in both]
-
-
-def column(path: Path, name: str) -> list[str]:
-    """A column of a table separated by tabs, without quoting."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [row[name] for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+    """Tallies of a table separated by tabs, without quoting, with a column `label`: whether each row is correct."""
+    with reported.open(encoding="utf-8", newline="") as truth, predictions.open(encoding="utf-8", newline="") as found:
+        tables = (csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE) for file in (truth, found))
+        return [(float(row["label"] == predicted["prediction"]), 1.0) for row, predicted in zip(*tables, strict=True)]
 
 
 def entity_tallies(reported: Path, predictions: Path) -> list[Tally]:
@@ -185,7 +179,7 @@ def finetune(
     output = args.work / f"{case.name}-{side.name}".replace(" ", "-").replace(",", "").lower()
     # a number of seeds: those before are finished
     command = [sys.executable, "-m", *side.module, "--model", str(side.start), "--lr", args.lr, "--seeds", str(seed)]
-    command += ["--batch", str(args.batch), *shlex.split(case.options), *side.options]
+    command += ["--batch", str(args.batch), *case.options.split(), *side.options]
     command += ["--epochs", str(args.epochs)] if args.epochs else []
     command += ["--train", str(files.train), "--dev", str(files.chosen_on), "--test", str(files.reported)]
     command += ["--output", str(output)]
@@ -214,12 +208,9 @@ def finetune(
 
 def row_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean and deviation over the seeds of each metric and of the seconds, and the runs."""
-
-    def spread(values: Sequence[float]) -> dict[str, float]:
-        return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
-
-    scores = {metric: spread([run["scores"][metric] for run in runs]) for metric in runs[0]["scores"]}
-    seconds = {name: spread([run[name] for run in runs]) for name in ("seconds", "training_seconds")}
+    alone = {"std": 0.0}
+    scores = {of: alone | over_seeds([run["scores"][of] for run in runs]) for of in runs[0]["scores"]}
+    seconds = {of: alone | over_seeds([run[of] for run in runs]) for of in ("seconds", "training_seconds")}
     return {"command": runs[-1]["command"], "scores": scores} | seconds | {"runs": list(runs)}
 
 
@@ -246,35 +237,29 @@ def exported(name: str, model: Path, work: Path) -> Path:
 
 def sides_of(args: argparse.Namespace, about: dict[str, dict[str, Any]]) -> list[Side]:
     """What is compared, in the order of the runs."""
-    first, path = args.models[0]
+    (first, path), weights = args.models[0], {name: about[name]["weights_sha256"] for name, _ in args.models}
+    if not args.peer:
+        starts = [Side(name, start, weights[name], against=first * (name != first)) for name, start in args.models]
+        return [*starts, Side(RANDOM, path, weights[first], options=("--from-scratch",), against=first)]
     sides: list[Side] = []
     for name, start in args.models:
-        of = {"start": start, "weights": about[name]["weights_sha256"]}
-        if not args.peer:
-            sides.append(Side(name, **of, against=first if sides else ""))
-            continue
-        hub = {"start": exported(name, start, args.work)}
-        sides.append(Side(name, **of, options=FP32))
-        sides.append(Side(f"{name}, Trainer", **of | hub, module=PEER, options=FP32, against=name))
+        hub = exported(name, start, args.work)
+        sides.append(Side(name, start, weights[name], options=FP32))
+        sides.append(Side(f"{name}, Trainer", hub, weights[name], module=PEER, options=FP32, against=name))
         if args.control:
             options = (*FP32, "--dropout", str(about[name]["model.dropout"]), "--weight-decay", "0")
-            sides.append(Side(f"{name}, as the Trainer", **of, options=options, against=name))
-    if not args.peer:
-        of = {"start": path, "weights": about[first]["weights_sha256"]}
-        sides.append(Side(RANDOM, **of, options=("--from-scratch",), against=first))
+            sides.append(Side(f"{name}, as the Trainer", start, weights[name], options=options, against=name))
     return sides
 
 
 def table(results: dict[str, Any]) -> str:
     """A Markdown table: tasks by starts, each with the difference to it, and seconds a run."""
-    starts = list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
-    rows = []
+    starts, rows = list(dict.fromkeys(name for result in results.values() for name in result["rows"])), []
     for task, result in results.items():
         rows.append([task, result["metric"]])
         for start in starts:
             row = result["rows"][start]
-            figure = row["scores"][result["metric"]]
-            cell = f"{100 * figure['mean']:.1f} ± {100 * figure['std']:.1f}"
+            cell = show(row["scores"][result["metric"]], ".1f", 100)
             if gain := result["gains"].get(start):
                 cell += f" ({100 * gain['gain']:+.1f}, {100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
             rows[-1].append(f"{cell}, {row['seconds']['mean']:.0f} s")
@@ -289,7 +274,7 @@ def named(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> None:
     parser = hardware.Parser(__doc__)
     add, names = parser.add_argument, [case.name for case in CASES]
     starts = "run folders, checkpoints or Hugging Face folders; the first is compared with all others"
@@ -310,11 +295,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--models: two of one name")
     if args.control and not args.peer:
         parser.error("--control: is for --peer")
-    return args
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     about, results = {name: described(model) for name, model in args.models}, {}
     sides = sides_of(args, about)
@@ -332,8 +312,8 @@ def main(argv: list[str] | None = None) -> None:
             rows = {name: row_of(of) for name, of in runs.items()}
             gains = {s.name: interval(tallies[s.against], tallies[s.name]) for s in sides if s.against}
             results[case.name] = {"metric": case.metric, "rows": rows, "gains": gains}
-            report = {"models": about, "seeds": args.seeds, "threads": args.threads, "tasks": results}
-            hardware.write_json(args.json, report)
+            setting = {"models": about, "seeds": args.seeds, "threads": args.threads}
+            hardware.write_json(args.json, setting | {"tasks": results})
     print(table(results))
 
 

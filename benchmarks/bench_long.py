@@ -16,13 +16,14 @@ shown as "does not fit". Ratios are the peer's over ours, of p50 seconds and of 
 
 from __future__ import annotations
 
+import argparse
 import math
 import multiprocessing
 import resource
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
@@ -46,20 +47,6 @@ SIDES = (OURS, LOCAL, GLOBAL, *PEERS)
 # relative tolerances of loss and gradient norm
 EQUAL = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 2e-2)}
 MASK = 4
-
-
-class Case(NamedTuple):
-    """One measurement."""
-
-    side: str
-    precision: str
-    length: int
-    tokens: int
-    threads: int
-    # smallest number of steps, and smallest total seconds
-    repeats: int
-    seconds: float
-    memory_share: float
 
 
 def make_config(length: int, rows: int) -> Config:
@@ -102,26 +89,26 @@ def peer_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels.view_as(ids)}
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(side: str, kind: str, length: int, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds, memory, loss and gradient norm, in a process that has computed nothing before."""
-    torch.set_num_threads(case.threads)
+    torch.set_num_threads(args.threads)
     free = 1024 * int(match_in("/proc/meminfo", r"MemAvailable:\s*(\d+)"))
-    resource.setrlimit(resource.RLIMIT_DATA, (round(case.memory_share * free),) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (round(args.memory_share * free),) * 2)
     memory = Memory(torch.device("cpu"))
-    if case.side not in PEERS:
+    if side not in PEERS:
         disable_malloc_trimming()
-    cfg, dtype = make_config(case.length, case.tokens // case.length), DTYPES[case.precision]
+    cfg, dtype = make_config(length, args.tokens // length), DTYPES[kind]
     inputs = full_rows(cfg)
     before = memory.now()
     memory.restart()
     torch.manual_seed(0)
-    model_cfg = cfg.model if case.side in (OURS, *PEERS) else configuration.replace(cfg.model, "window", 0)
+    model_cfg = cfg.model if side in (OURS, *PEERS) else configuration.replace(cfg.model, "window", 0)
     model: torch.nn.Module = BertForPreTraining(model_cfg, cfg.ops, "cpu", dtype).train()
-    if case.side == LOCAL:
+    if side == LOCAL:
         inputs["key_start"], inputs["key_end"] = local_keys(inputs["key_start"], inputs["key_end"], WINDOW)
-    if case.side in PEERS:
+    if side in PEERS:
         fields = mapping.to_huggingface_config(cfg.model) | {"sparse_prediction": True}
-        peer = ModernBertForMaskedLM._from_config(ModernBertConfig(**fields), attn_implementation=PEERS[case.side])
+        peer = ModernBertForMaskedLM._from_config(ModernBertConfig(**fields), attn_implementation=PEERS[side])
         peer.load_state_dict(mapping.to_huggingface(model.state_dict(), cfg.model))
         model, inputs = peer.train(), peer_inputs(inputs)
     model.to(dtype)
@@ -129,14 +116,14 @@ def measure(case: Case) -> dict[str, Any]:
     def step() -> float:
         model.zero_grad(set_to_none=True)
         output = model(**inputs)
-        loss = output.loss if case.side in PEERS else output.mlm_loss_sum / (inputs["mlm_labels"] >= 0).sum()
+        loss = output.loss if side in PEERS else output.mlm_loss_sum / (inputs["mlm_labels"] >= 0).sum()
         loss.backward()
         return float(loss.detach())
 
     try:
         loss = step()  # not timed: memory is allocated, kernels are chosen
         seconds: list[float] = []
-        while len(seconds) < case.repeats or sum(seconds) < case.seconds:
+        while len(seconds) < args.repeats or sum(seconds) < args.seconds:
             seconds.append(seconds_of(step, memory.device))
     except (RuntimeError, MemoryError) as error:
         if "allocate memory" in str(error) or isinstance(error, MemoryError):
@@ -146,17 +133,17 @@ def measure(case: Case) -> dict[str, Any]:
     return {
         "seconds": quantiles(seconds),
         "repeats": len(seconds),
-        "microseconds_per_token": quantiles(seconds)["p50"] / case.tokens * 1e6,
+        "microseconds_per_token": quantiles(seconds)["p50"] / args.tokens * 1e6,
         "memory_peak_gib": (memory.peak() - before) / 2**30,
         "loss": loss,
         "gradient_norm": float(gradients.sum().sqrt()),
     }
 
 
-def in_child(case: Case) -> dict[str, Any]:
+def in_child(*case: Any) -> dict[str, Any]:
     """`measure` in a process forked from this one, which must not have used several threads before."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        return pool.submit(measure, case).result()
+        return pool.submit(measure, *case).result()
 
 
 def check_equal(kind: str, by_side: dict[str, dict[str, Any]]) -> None:
@@ -173,31 +160,21 @@ def compare(what: str, by_side: dict[str, dict[str, Any]]) -> list[dict[str, Any
     best = min((p for p in PEERS if by_side[p]["seconds"]), key=lambda p: by_side[p]["seconds"]["p50"], default=None)
     if best is None or not by_side[OURS]["seconds"]:
         return []
-    pairs = {
-        "seconds": (by_side[best]["seconds"]["p50"], by_side[OURS]["seconds"]["p50"]),
-        "peak memory": (by_side[best]["memory_peak_gib"], by_side[OURS]["memory_peak_gib"]),
-    }
-    return [
-        {"what": f"{name}, {what}", "ours": OURS, "peer": best, "ratio": theirs / mine}
-        for name, (theirs, mine) in pairs.items()
-    ]
+    ours, theirs = by_side[OURS], by_side[best]
+    ratios = {"seconds": theirs["seconds"]["p50"] / ours["seconds"]["p50"]}
+    ratios["peak memory"] = theirs["memory_peak_gib"] / ours["memory_peak_gib"]
+    return [{"what": f"{n}, {what}", "ours": OURS, "peer": best, "ratio": ratio} for n, ratio in ratios.items()]
 
 
 def show(result: dict[str, Any]) -> None:
-    rows = result["tokens"] // result["length"]
-    print(f"\n{result['precision']}, {rows} rows of {result['length']} tokens", flush=True)
+    print(f"\n{result['precision']}, {result['tokens'] // result['length']} rows of {result['length']} tokens")
+    shown = {"microseconds_per_token": ".1f", "memory_peak_gib": ".2f", "loss": ".5f", "gradient_norm": ".4f"}
+    head, rows = ("side", "p20 s", "p50 s", "p80 s", "us/token", "memory, GiB", "loss", "gradient"), []
     for side, r in result["results"].items():
-        if not r["seconds"]:
-            print(f"  {side:<18} does not fit")
-            continue
-        s = r["seconds"]
-        print(
-            f"  {side:<18} p20 {s['p20']:7.3f} p50 {s['p50']:7.3f} p80 {s['p80']:7.3f} s   "
-            f"{r['microseconds_per_token']:8.1f} us/token   memory {r['memory_peak_gib']:6.2f} GiB   "
-            f"loss {r['loss']:.5f}   |gradient| {r['gradient_norm']:.4f}"
-        )
-    for c in result["comparisons"]:
-        print(f"  ratio {c['ratio']:.2f}   {c['what']}, against {c['peer']}", flush=True)
+        seconds = [f"{s:.3f}" for s in (r["seconds"] or {}).values()] or ["does not fit"]
+        rows.append([side, *seconds, *(format(r[name], form) for name, form in shown.items() if name in r)])
+    print(hardware.markdown(head, rows), flush=True)
+    hardware.print_ratios(result["comparisons"])
 
 
 def main() -> int:
@@ -222,8 +199,7 @@ def main() -> int:
     results = []
     for kind in args.precision:
         for length in args.lengths:
-            limits = (args.tokens, args.threads, args.repeats, args.seconds, args.memory_share)
-            by_side = {side: in_child(Case(side, kind, length, *limits)) for side in SIDES}
+            by_side = {side: in_child(side, kind, length, args) for side in SIDES}
             check_equal(kind, by_side)
             comparisons = compare(f"{kind}, rows of {length}", by_side)
             result = {"precision": kind, "length": length, "tokens": args.tokens, "threads": args.threads}

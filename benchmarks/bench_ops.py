@@ -135,13 +135,12 @@ def mlm_loss(make: Maker, small: bool) -> list[OpCase]:
     def plain(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(h, w, b), labels, reduction="sum")
 
-    inputs = (hidden, weight, bias)
-    sides = {
-        "ours": make.both_ways(lambda h, w, b: ops.mlm_loss(h, w, b, labels, entries, "native"), *inputs),
-        "three products alone": products,
-        "torch": make.both_ways(plain, *inputs),
-    }
-    peers = [("ours", name) for name in sides if name != "ours"]
+    def ours(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return ops.mlm_loss(h, w, b, labels, entries, "native")
+
+    sides = {name: make.both_ways(of, hidden, weight, bias) for name, of in (("ours", ours), ("torch", plain))}
+    sides["three products alone"] = products
+    peers = [("ours", "three products alone"), ("ours", "torch")]
     return [OpCase("mlm_loss", f"{count} x {width} x {entries}", sides, peers, extra_memory=("ours", "torch"))]
 
 
@@ -203,13 +202,10 @@ def layer(make: Maker, small: bool) -> list[OpCase]:
     compiled = torch.compile if not small else (lambda f, **_: f)
 
     def case(
-        name: str, shape: str, ours: Callable[..., Any], plain: Callable[..., Any], inputs: Any, moved: int
+        name: str, shape: str, ours: Callable[..., Any], plain: Callable[..., Any], moved: int, *inputs: Tensor
     ) -> Any:
-        sides = {
-            "ours": make.both_ways(ours, *inputs),
-            "torch": make.both_ways(plain, *inputs),
-            "torch.compile": make.both_ways(compiled(plain, dynamic=False), *inputs),
-        }
+        functions = {"ours": ours, "torch": plain, "torch.compile": compiled(plain, dynamic=False)}
+        sides = {side: make.both_ways(function, *inputs) for side, function in functions.items()}
         return OpCase(name, shape, sides, [("ours", "torch"), ("ours", "torch.compile")], {"ours": moved})
 
     def geglu(x: Tensor, b: Tensor) -> Tensor:
@@ -237,20 +233,20 @@ def layer(make: Maker, small: bool) -> list[OpCase]:
     return [
         case(
             "bias_gelu", f"[{rows}, {ffn}]", lambda x, b: ops.bias_gelu(x, b, "native"), lambda x, b: F.gelu(x + b),
-            narrow, 5 * narrow[0].nbytes,
+            5 * narrow[0].nbytes, *narrow,
         ),
         case(
             "bias_geglu", f"[{rows}, 2 x {ffn}]", lambda x, b: ops.bias_geglu(x, b, "native"), geglu,
-            wide, 8 * narrow[0].nbytes,
+            8 * narrow[0].nbytes, *wide,
         ),
         case(
             "rotate", f"[{rows}, 3 x {width}]", lambda x: ops.rotate(x, heads, angles, "native"), rotated,
-            (qkv,), 4 * qkv.nbytes,
+            4 * qkv.nbytes, qkv,
         ),
         # x, residual, y, z; grad, z, dx, dresidual
         case(
             "dropout_add_layer_norm", f"[{rows}, {width}], dropout 0.1", our_norm, norm,
-            (y, residual, *vectors), 8 * y.nbytes,
+            8 * y.nbytes, y, residual, *vectors,
         ),
     ]  # fmt: skip
 
@@ -313,22 +309,22 @@ def optimizer(make: Maker, small: bool) -> list[OpCase]:
 CASES = {case.__name__: case for case in (products, mlm_loss, softmax_mask, attention, layer, optimizer)}
 
 
-def extra_memory(call: Call, device: torch.device) -> int:
-    """Peak bytes of a call above those allocated before it."""
+def extra_memory(call: Call, device: torch.device) -> float:
+    """Peak MiB of a call above those allocated before it."""
     memory = Memory(device)
     call()
     before = memory.now()
     memory.restart()
     call()
     synchronise(device)
-    return max(0, memory.peak() - before)
+    return max(0, memory.peak() - before) / 2**20
 
 
 def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, seconds: float) -> dict[str, Any]:
     ours = {mine for mine, _ in case.comparisons}
     sides = {name: case.sides[name] for name in sorted(case.sides, key=ours.__contains__)}  # the peers run first
     times = {name: quantiles(each) for name, each in kernel_times(sides, device, rounds, seconds).items()}
-    extra = {name: extra_memory(sides[name], device) / 2**20 for name in case.extra_memory if name in sides}
+    extra = {name: extra_memory(sides[name], device) for name in case.extra_memory if name in sides}
     moved = {name: size / times[name]["p50"] / bandwidth for name, size in case.bytes.items() if name in sides}
     return {
         "op": case.name,
@@ -348,16 +344,13 @@ def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, s
 
 def show(result: dict[str, Any]) -> None:
     print(f"\n{result['op']} {result['size']}, {result['what']}")
-    forms = {
-        "extra_memory_mib": "{:,.0f} MiB more",
-        "bandwidth_share": "{:.0%} of the copy bandwidth",
-        "tflops": "{:,.2f} TFLOP/s",
-    }
+    head, rows = ("side", "p50, ms", "MiB more", "of the copy bandwidth", "TFLOP/s"), []
+    forms = {"extra_memory_mib": ",.0f", "bandwidth_share": ".0%", "tflops": ",.2f"}
     for name, s in result["seconds"].items():
-        more = [form.format(result[key][name]) for key, form in forms.items() if name in result[key]]
-        print(f"  {name:<22} {s['p50'] * 1e3:>10.3f} ms   {'   '.join(more)}")
-    for c in result["comparisons"]:
-        print(f"  ratio {c['ratio']:.2f}   {c['ours']} against {c['peer']}")
+        more = [format(result[key][name], form) if name in result[key] else "" for key, form in forms.items()]
+        rows.append([name, f"{s['p50'] * 1e3:.3f}", *more])
+    print(hardware.markdown(head, rows))
+    hardware.print_ratios(result["comparisons"])
 
 
 def main() -> int:

@@ -16,9 +16,10 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,17 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.common import hardware
-from benchmarks.common.measure import order_of
+from benchmarks.common.measure import seconds_of, take_turns
 from benchmarks.peers import hf_predict
 from megabert import hf as pretrained
 from megabert.commands.extraction import Extractor
 from megabert.common.environment import disable_malloc_trimming
 from megabert.config import ModelConfig
-from megabert.distributed.ranks import discover
-from megabert.finetune import files, heads, prediction, save, tasks
+from megabert.finetune import heads, prediction, save, tasks
 from megabert.finetune.save import Described
 
 TOLERANCE = 1e-4
-# layers, hidden, heads
-SHAPES = {"mini": (4, 256, 4), "base": (12, 768, 12)}
+SHAPES = {"mini": {"layers": 4, "hidden": 256, "heads": 4}, "base": {"layers": 12, "hidden": 768, "heads": 12}}
 # tokens of the texts of one kind: some seconds on two cores
 TOKENS = {"mini": 49_152, "base": 4_096}
 # batch sizes of the peers in texts
@@ -84,10 +83,7 @@ def lengths_of(kind: str, tokens: int) -> list[int]:
 
 def make_models(shape: str, vocab: Path, folder: Path) -> tuple[Path, Path, Path]:
     """Folders with the same random weights: Hugging Face's encoder and classifier, and ours."""
-    layers, hidden, count = SHAPES[shape]
-    size = ModelConfig(
-        layers=layers, hidden=hidden, heads=count, vocab_size=len(vocab.read_text().splitlines()), dropout=0
-    )
+    size = ModelConfig(**SHAPES[shape], vocab_size=len(vocab.read_text().splitlines()), dropout=0)
     encoder, classifier = hf_predict.make(size, vocab, LABELS, folder)
     start = pretrained.load(encoder)
     module = heads.build(start.config, "classify", 2, start.weights, CPU, torch.float32)
@@ -123,15 +119,10 @@ def our_labels(model: Path, precision: str, work: Path) -> Side:
     return Side(run, BATCH_TOKENS)
 
 
-def our_probabilities(model: Path, texts: Sequence[str], precision: str, work: Path) -> np.ndarray:
-    """float64 [n]: probability of the likelier label."""
-    ready = prediction.ready(model, CPU, precision)
-    (work / "texts.tsv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
-    examples = files.read(ready.described.task, work / "texts.tsv", labelled=False)
-    items = ready.items(ready.described.task, examples)
-    logits = prediction.compute_logits(ready.module, items, ready.described.layout, discover({}))
-    shares = np.exp(np.stack(logits).astype(np.float64))
-    return (shares / shares.sum(1, keepdims=True)).max(1)
+def our_probabilities(model: Path, precision: str, work: Path) -> np.ndarray:
+    """float64 [n]: probability of the likelier label of the texts that `our_labels` wrote last."""
+    prediction.predict_file(model, work / "texts.tsv", work / "labels.tsv", precision=precision, probabilities=True)
+    return np.loadtxt(work / "labels.tsv", skiprows=1, usecols=(2, 3), ndmin=2).max(1)
 
 
 def best_batches(sides: Mapping[str, Side], texts: Sequence[str]) -> dict[str, int]:
@@ -141,10 +132,8 @@ def best_batches(sides: Mapping[str, Side], texts: Sequence[str]) -> dict[str, i
         seconds = {}
         for batch in side.batches:
             side.run(texts[: len(texts) // 4 + 1], batch)  # warm-up of shapes and memory
-            start = time.perf_counter()
-            side.run(texts, batch)
-            seconds[batch] = time.perf_counter() - start
-        best[name] = min(seconds, key=lambda batch: seconds[batch])
+            seconds[batch] = seconds_of(partial(side.run, texts, batch), CPU)
+        best[name] = min(seconds, key=seconds.__getitem__)
     return best
 
 
@@ -152,13 +141,12 @@ def compare(peer: Side, ours: Side, texts: Sequence[str], rounds: int) -> tuple[
     """Figures of both sides, with our ratio, the peer's result and ours."""
     sides = {"peer": peer, "ours": ours}
     batches = best_batches(sides, texts[: max(8, len(texts) // 4)])
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
     results: dict[str, Any] = {}
-    for number in range(rounds):
-        for name in order_of(sides, number):
-            start = time.perf_counter()
-            results[name] = sides[name].run(texts, batches[name])
-            seconds[name].append(time.perf_counter() - start)
+
+    def run(name: str) -> None:
+        results[name] = sides[name].run(texts, batches[name])
+
+    seconds = take_turns(sides, rounds, lambda name: seconds_of(partial(run, name), CPU))
     figures: dict[str, Any] = {
         name: {"texts_per_second": len(texts) / statistics.median(times), "batch": batches[name], "seconds": times}
         for name, times in seconds.items()
@@ -182,7 +170,7 @@ def measure(folders: tuple[Path, Path, Path], texts: Sequence[str], work: Path, 
         unit = [v / np.linalg.norm(v, axis=1, keepdims=True) for v in (theirs, mine)]
         peer = Side(hf_predict.classifier(classifier, dtype), BATCHES)
         labels, given, our_given = compare(peer, our_labels(ours, precision, work), texts, rounds)
-        likely = [np.array([one["score"] for one in given]), our_probabilities(ours, texts, precision, work)]
+        likely = [np.array([one["score"] for one in given]), our_probabilities(ours, precision, work)]
         exact = exact or {"vectors": unit[0], "labels": likely[0]}
         for figures, name, results in ((vectors, "vectors", unit), (labels, "labels", likely)):
             errors = [float(np.abs(result - exact[name]).max()) for result in results]
@@ -199,14 +187,12 @@ def measure(folders: tuple[Path, Path, Path], texts: Sequence[str], work: Path, 
 def table(shapes: Mapping[str, Any]) -> str:
     """A Markdown table with a line for each model, kind of texts and precision."""
     rows = []
-    for shape, kinds in shapes.items():
+    for (shape, kinds), precision in product(shapes.items(), PRECISIONS):
         for kind, result in kinds.items():
-            for precision in PRECISIONS:
-                cells = [shape, kind, precision]
-                for figures in (result[precision]["vectors"], result[precision]["labels"]):
-                    cells.append(f"{figures['peer']['texts_per_second']:,.1f}")
-                    cells.append(f"{figures['ours']['texts_per_second']:,.1f} ({figures['ratio']:.2f}x)")
-                rows.append(cells)
+            rows.append([shape, kind, precision])
+            for of in result[precision].values():
+                peer, ours = (f"{of[side]['texts_per_second']:,.1f}" for side in ("peer", "ours"))
+                rows[-1] += [peer, f"{ours} ({of['ratio']:.2f}x)"]
     return hardware.markdown(("model", "texts", "precision", "encode/s", "ours", "pipeline/s", "ours"), rows)
 
 
@@ -233,8 +219,8 @@ def main() -> None:
                 except ValueError as error:
                     raise ValueError(f"{shape}, {kind}: {error}") from None
                 print(table({shape: {kind: shapes[shape][kind]}}), flush=True)
-                report = {"rounds": args.rounds, "threads": torch.get_num_threads(), "shapes": shapes}
-                hardware.write_json(args.json, report)
+                about = {"rounds": args.rounds, "threads": torch.get_num_threads()}
+                hardware.write_json(args.json, about | {"shapes": shapes})
     print(table(shapes))
 
 

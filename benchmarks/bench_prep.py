@@ -78,21 +78,14 @@ def hugging_face(files: list[str], vocabulary: str, output: Path, text_bytes: in
     return result | rates
 
 
-def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run with the median rate."""
-    return sorted(runs, key=lambda run: run["mb_per_second"])[(len(runs) - 1) // 2]
-
-
 def run_in_turn(args: argparse.Namespace, files: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Summaries of the runs of each kind of build, and of the peers if there is a vocabulary for all."""
     peers = [name for name, module in PEERS.items() if find_spec(module)]
     for name in PEERS.keys() - peers:
         print(f"{name}: left out, pip install {PEERS[name]}")
-    tokenizer = args.tokenizer
-    if tokenizer is None:
+    if args.tokenizer is None:
         build(files, folder / "trained")
-        tokenizer = str(folder / "trained" / "tokenizer.model")
-    given = ("--tokenizer", tokenizer)
+    given = ("--tokenizer", args.tokenizer or str(folder / "trained" / "tokenizer.model"))
     kinds: dict[str, tuple[str, ...]] = {"one": given, "near": (*given, "--dedup", "documents", "near")}
     if os.path.isfile(args.vocab):
         kinds[OURS] = ("--tokenizer", args.vocab)
@@ -114,7 +107,8 @@ def run_in_turn(args: argparse.Namespace, files: list[str], folder: Path) -> dic
 def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str, Any]:
     files = unpack(inputs, args.megabytes, folder / "text")
     runs = run_in_turn(args, files, folder)
-    middle = {name: median(of_kind) for name, of_kind in runs.items()}
+    ordered = {name: sorted(of_kind, key=lambda run: run["mb_per_second"]) for name, of_kind in runs.items()}
+    middle = {name: of_kind[(len(of_kind) - 1) // 2] for name, of_kind in ordered.items()}
     one = middle["one"]
     text, dataset = one["read"]["bytes"], one["datasets"]["128"]
     print(f"{hardware.describe()}; {len(files)} files, {text / 1e6:.1f} MB of text")
@@ -124,18 +118,19 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
     comparisons = []
     for peer in (peer for peer in PEERS if peer in middle):
         mine, theirs = (middle[name]["mb_per_second"] for name in (OURS, peer))
-        encode = middle[peer]["encode_mb_per_second"]
+        encode, ratio = middle[peer]["encode_mb_per_second"], mine / theirs
         what = f"MB/s of text to instances of 128 tokens, one core, the same WordPiece vocabulary; peer: {peer}"
-        comparison = {"what": what, "ours": mine, "peer": theirs, "vocabulary": Path(args.vocab).name}
-        comparisons.append(comparison | {"ratio": mine / theirs, "peer_encodes": encode})
-        print(f"ratio {mine / theirs:.2f}   {mine:.2f} over {theirs:.2f} MB/s of {peer}, which encodes {encode:.2f}")
+        about = {"what": what, "vocabulary": Path(args.vocab).name}
+        comparisons.append(about | {"ours": mine, "peer": theirs, "ratio": ratio, "peer_encodes": encode})
+        print(f"ratio {ratio:.2f}   {mine:.2f} over {theirs:.2f} MB/s of {peer}, which encodes {encode:.2f}")
     if not comparisons:
         print("ratio not measured: it needs --vocab vocab.txt")
     scaling = {}
     if "all" in middle:
-        scaling = {"workers": args.workers, "over one": middle["all"]["mb_per_second"] / one["mb_per_second"]}
-        print(f"{args.workers} workers: {scaling['over one']:.2f} x one")
-    return {
+        over = middle["all"]["mb_per_second"] / one["mb_per_second"]
+        scaling = {"scaling": {"workers": args.workers, "over one": over}}
+        print(f"{args.workers} workers: {over:.2f} x one")
+    return scaling | {
         "unit": "MB/s a core",
         "text_bytes": text,
         "ours": one["mb_per_second"],
@@ -148,7 +143,6 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
         "fill": dataset["fill"],
         "random_next_share": dataset["random_next_share"],
         "seconds": {name: [run["seconds"] for run in of_kind] for name, of_kind in runs.items()},
-        **({"scaling": scaling} if scaling else {}),
     }
 
 

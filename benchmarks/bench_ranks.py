@@ -43,8 +43,7 @@ import numpy as np
 import torch._dynamo  # noqa: F401  by the first optimizer of a process: here once for all ranks
 
 from benchmarks.common import hardware
-from benchmarks.rehearsal.counts import Counts, descriptors, held
-from benchmarks.rehearsal.engine import RehearsedEngine
+from benchmarks.rehearsal.rank import Counts, RehearsedEngine, descriptors, held
 from megabert import open_run, train
 from megabert.checkpoint import Checkpoints
 from megabert.common.errors import FAILED
@@ -262,10 +261,8 @@ def fitted(ranks: Sequence[int], values: Sequence[float]) -> tuple[str, float]:
     shapes |= {"log2 N": np.log2, "/ N": np.reciprocal}
     fits, counts = [], np.array(ranks, float)
     for name, shape in shapes.items():
-        basis = np.stack([np.ones(len(counts)), shape(counts)], 1)
-        (a, b), *_ = np.linalg.lstsq(basis, np.array(values))
-        left = float(np.square(basis @ [a, b] - values).sum())
-        fits.append((left, f"{a:.4g} {b:+.4g} {name}", float(a + b * shape(float(TARGET)))))
+        (b, a), (left,), *_ = np.polyfit(shape(counts), values, 1, full=True)
+        fits.append((float(left), f"{a:.4g} {b:+.4g} {name}", float(a + b * shape(float(TARGET)))))
     return min(fits)[1:]
 
 

@@ -68,12 +68,10 @@ HF = "hf BertForPreTraining"
 
 
 def make_config(args: argparse.Namespace, dropout: float) -> Config:
-    model: dict[str, Any] = SIZES[args.model] | {"dropout": dropout, "attention_dropout": dropout}
-    model |= {"max_positions": max(512, args.seq_len)}
-    rows = args.micro or max(1, 2048 // args.seq_len)
+    dropouts, rows = {"dropout": dropout, "attention_dropout": dropout}, args.micro or max(1, 2048 // args.seq_len)
     return configuration.from_dict(
         {
-            "model": model,
+            "model": {**SIZES[args.model], **dropouts, "max_positions": max(512, args.seq_len)},
             "precision": args.precision,
             "batch": {"micro_size": rows, "global_size": rows * args.accumulation},
             "optimizer": {"name": args.optimizer, "lr": LR},
@@ -101,8 +99,7 @@ class OurStep:
 
 def map_large_blocks() -> None:
     """Map and return blocks from 32 MiB on, as glibc does by default after the first of them was freed."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_MMAP_MAX, 65536)
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
 
@@ -110,9 +107,8 @@ def map_large_blocks() -> None:
 def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: Path) -> dict[str, Any]:
     device, dataset = world.device, Dataset(data)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    cfg = make_config(args, dropout)
     entries = tokenizer.vocab_size if args.data else PUBLISHED
-    cfg = replace(cfg, "model.vocab_size", entries)
+    cfg = replace(make_config(args, dropout), "model.vocab_size", entries)
     if dataset.manifest.seq_len != args.seq_len:
         raise ValueError(f"--data {data}: rows have {dataset.manifest.seq_len} tokens, not --seq-len {args.seq_len}")
     loader = Loader.from_config(replace(cfg, "data.workers", 0), dataset, tokenizer)
@@ -128,13 +124,17 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         sides[name] = build()
         static[name] = memory.now() - before
     times: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    peak, ceiling, in_a_row = dict.fromkeys(sides, 0), 0.0, IN_A_ROW[device.type]
-    own_products: list[float] = []
-    dtype, shapes = DTYPES[cfg.precision], product_shapes(cfg, args.seq_len)
+    peak, ceiling, in_a_row, own_products = dict.fromkeys(sides, 0), 0.0, IN_A_ROW[device.type], list[float]()
+    model, d, tokens, dtype = cfg.model, cfg.model.hidden, cfg.batch.micro_size * args.seq_len, DTYPES[cfg.precision]
+    # (k, n) of the products of a layer's forward pass, of a micro-step
+    shapes = (d, model.qkv_columns), (d, d), (d, model.ffn_inputs), (model.ffn, d)
     for number in range(args.steps + WARM_UP):
         updates = [next(loader) for _ in range(in_a_row)]
         work = {what: float(sum(getattr(update, what) for update in updates)) for what in ("tokens", "sequences")}
-        work["flops"] = sum(needed_flops(cfg, update) for update in updates)
+        work["flops"] = sum(
+            training_flops(model, update.tokens, attended_pairs(update), update.predictions, update.sequences)
+            for update in updates
+        )
         inputs: dict[str, Any] = {"ours": updates}
         if HF in sides:
             inputs[HF] = [hf_step.padded(update, args.seq_len) for update in updates]
@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
             else:
                 times[name].append(work | {"seconds": seconds, "loss": float(losses[-1])})
         ceiling = max(ceiling, matmul_tflops(device, dtype, 0.3))
-        own_products += [matmul_tflops(device, dtype, 0.05, shape) for shape in shapes]
+        own_products += [matmul_tflops(device, dtype, 0.05, (tokens, *shape)) for shape in shapes]
     kernels = profile(cfg, sides["ours"], loader, device) if args.profile else None
     sheet = None
     if device.type == "cuda" and cfg.precision != "fp32":
@@ -178,8 +178,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         "backends": sides["ours"].backends,
         "results": {
             name: summary(of, in_a_row, ceiling, sheet)
-            | {"memory_static_gib": static[name] / 2**30}
-            | {"memory_peak_gib": (static[name] + peak[name]) / 2**30}
+            | {"memory_static_gib": static[name] / 2**30, "memory_peak_gib": (static[name] + peak[name]) / 2**30}
             for name, of in times.items()
         },
         "comparisons": comparisons,
@@ -187,27 +186,18 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
     }
 
 
-def product_shapes(cfg: Config, seq_len: int) -> list[tuple[int, int, int]]:
-    """(m, k, n) of the products of a layer's forward pass, of a micro-step."""
-    model, tokens = cfg.model, cfg.batch.micro_size * seq_len
-    d = model.hidden
-    return [(tokens, d, model.qkv_columns), (tokens, d, d), (tokens, d, model.ffn_inputs), (tokens, model.ffn, d)]
-
-
 def profile(cfg: Config, ours: OurStep, loader: Loader, device: torch.device) -> list[dict[str, Any]]:
     """The costliest kernels of an update of ours. FLOPs of attention are of pairs of real tokens, in the backward pass with the
     recomputed scores."""
     update = next(loader)
-    pairs = sum(int((batch.lengths.long() ** 2).sum()) for batch in update.batches)
-    forward = 4.0 * pairs * cfg.model.hidden * cfg.model.layers
+    forward = 4.0 * attended_pairs(update) * cfg.model.hidden * cfg.model.layers
     flops = {"megabert::attention": forward, "megabert::attention_backward": 2.5 * forward}
     return costliest_kernels(lambda: ours.step(update), device, flops)
 
 
-def needed_flops(cfg: Config, update: Update) -> float:
-    """FLOPs of the real tokens."""
-    squares = sum(int((b.lengths.long() ** 2).sum()) for b in update.batches)
-    return training_flops(cfg.model, update.tokens, squares, update.predictions, update.sequences)
+def attended_pairs(update: Update) -> int:
+    """Pairs of real tokens of a sequence."""
+    return sum(int((batch.lengths.long() ** 2).sum()) for batch in update.batches)
 
 
 def summary(times: list[dict[str, float]], in_a_row: int, ceiling: float, sheet: float | None) -> dict[str, Any]:
@@ -231,40 +221,31 @@ def show(result: dict[str, Any]) -> None:
         f"ceiling {result['matmul_ceiling_tflops']:.3f} TFLOP/s"
         + (f", datasheet {result['datasheet_tflops']:.0f}" if result["datasheet_tflops"] else "")
     )
+    head = ("side", "p20 s", "p50 s", "p80 s", "real tokens/s", "sequences/s", "MFU", "of the datasheet", "GiB", "loss")
+    rows = []
     for name, r in result["results"].items():
-        s, t, n = r["step_seconds"], r["real_tokens_per_sec"], r["sequences_per_sec"]
-        sheet = r["mfu_datasheet_real"]
-        of = f"{sheet:.1%} of the datasheet, " if sheet else ""
-        print(
-            f"  {name:<22} step p20 {s['p20']:.2f} p50 {s['p50']:.2f} p80 {s['p80']:.2f} s   "
-            f"{t['p50']:>8,.0f} real tokens/s {n['p50']:>7.2f} sequences/s   MFU {of}{r['mfu_real']:.1%}   "
-            f"memory {r['memory_peak_gib']:.2f} GiB   loss {r['losses'][0]:.3f}"
+        rates = (
+            f"{r['real_tokens_per_sec']['p50']:,.0f}",
+            f"{r['sequences_per_sec']['p50']:.2f}",
+            f"{r['mfu_real']:.1%}",
         )
-    for c in result["comparisons"]:
-        print(f"  ratio {c['ratio']:.2f}   {c['what']}")
-    if result["kernels"]:
-        show_kernels(result)
-
-
-def show_kernels(result: dict[str, Any]) -> None:
-    """The profile: GFLOP/s of an operation, and their share of the model's own products, where its FLOPs are known."""
-    # 0: the machine lets nobody profile its device
+        sheet = f"{r['mfu_datasheet_real']:.1%}" if r["mfu_datasheet_real"] else ""
+        seconds = (f"{s:.2f}" for s in r["step_seconds"].values())
+        rows.append([name, *seconds, *rates, sheet, f"{r['memory_peak_gib']:.2f}", f"{r['losses'][0]:.3f}"])
+    print(hardware.markdown(head, rows))
+    hardware.print_ratios(result["comparisons"])
+    if not result["kernels"]:
+        return
+    # GFLOP/s of an operation, and their share of the model's own products, where its FLOPs are known; no time at all where the
+    # machine lets nobody profile its device
     own, total = result["own_products_tflops"], sum(kernel["ms"] for kernel in result["kernels"]) or 1.0
-    print(f"  costliest kernels of an update of ours; products of the model's shapes: {1e3 * own:,.0f} GFLOP/s")
-    print(f"  {'ms':>9} {'share':>6} {'calls':>6} {'GFLOP/s':>9} {'ceiling':>8}  name")
+    print(f"costliest kernels of an update of ours; products of the model's shapes: {1e3 * own:,.0f} GFLOP/s")
+    rows = []
     for kernel in result["kernels"][:SHOWN]:
         ms, rate = kernel["ms"], kernel["tflops"]
-        known = f"{1e3 * rate:>9,.0f} {rate / own:>8.0%}" if rate and rate > own / 100 else " " * 18
-        print(f"  {ms:>9.1f} {ms / total:>6.1%} {kernel['calls']:>6} {known}  {kernel['name'][:70]}")
-
-
-def prepare(args: argparse.Namespace, folder: Path) -> Path:
-    """The dataset to use: --data, or one built from the English documentation on this machine."""
-    if args.data:
-        return Path(args.data)
-    print("no --data: building a dataset from the documentation installed here", flush=True)
-    options = ("--nsp", "--seq-len", args.seq_len, "--vocab-size", VOCABULARY)
-    return hardware.build_data(folder / "data", "--input", "pydoc", *options)
+        known = (f"{1e3 * rate:,.0f}", f"{rate / own:.0%}") if rate and rate > own / 100 else ("", "")
+        rows.append([f"{ms:.1f}", f"{ms / total:.1%}", str(kernel["calls"]), *known, kernel["name"][:70]])
+    print(hardware.markdown(("ms", "share", "calls", "GFLOP/s", "ceiling", "name"), rows))
 
 
 def parser() -> hardware.Parser:
@@ -294,10 +275,13 @@ def main() -> None:
         world = ranks.init(ranks.discover({}))
         args.precision = precision.choose(args.precision, world)
         with tempfile.TemporaryDirectory(prefix="bench_step_") as folder:
-            data = prepare(args, Path(folder))
+            if not args.data:
+                print("no --data: building a dataset from the documentation installed here", flush=True)
+                options = ("--input", "pydoc", "--nsp", "--seq-len", args.seq_len, "--vocab-size", VOCABULARY)
+                hardware.build_data(Path(folder, "data"), *options)
             print(hardware.describe(), flush=True)
             for dropout in args.dropout:
-                results.append(measure(args, dropout, world, data))
+                results.append(measure(args, dropout, world, Path(args.data or Path(folder, "data"))))
                 show(results[-1])
     finally:
         ranks.shutdown()

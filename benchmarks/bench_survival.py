@@ -23,10 +23,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
 from benchmarks.common import hardware
-from benchmarks.survival.in_place import survive_in_place
+from benchmarks.survival.in_place import recover, survive_in_place
 from benchmarks.survival.kills import survive
 from benchmarks.survival.life import MODERN_MUON, Case, Failure, Server
-from benchmarks.survival.recovery import recover
 from benchmarks.survival.soak import soak
 
 FP32, SYNCHRONOUS = "precision=fp32", "checkpoint.asynchronous=false"
@@ -57,26 +56,16 @@ def kills(data: Path, folder: Path, number: int, seed: int, only: str = "") -> d
             print(f"{case.name}: {by_case[case.name]['kills']} kills, {by_case[case.name]['failure']}", flush=True)
     finally:
         server.close()
-    cases = by_case.values()
-    sums = {
-        name: dict(sum((Counter(case.get(name, {})) for case in cases), Counter[str]()))
-        for name in ("aimed", "fell", "followed_by")
-    }
-    return {
+    cases, names = by_case.values(), ("aimed", "fell", "followed_by")
+    sums = {name: dict(sum((Counter(case.get(name, {})) for case in cases), Counter[str]())) for name in names}
+    return sums | {
         "kills": sum(case["kills"] for case in cases),
-        **sums,
         "runs": len(cases),
         "runs_that_differ": sum(case.get("differences", 0) > 0 for case in cases),
         "failures": [case["failure"] for case in cases if case["failure"]],
         "seconds": round(sum(case["seconds"] for case in cases), 1),
         "cases": by_case,
     }
-
-
-def list_failures(result: dict[str, Any]) -> list[str]:
-    """What failed in a part of the result, and what differs."""
-    alone = [result["failure"]] if "failure" in result else []
-    return [*alone, *result.get("failures", ()), *result.get("differences", ())]
 
 
 def main() -> int:
@@ -117,7 +106,13 @@ def main() -> int:
                 except (Failure, OSError) as error:  # TimeoutError among them
                     result[name] = {"failure": str(error)}
     hardware.write_json(args.json, result)
-    failures = [f"{name}: {text}" for name in parts if name in result for text in list_failures(result[name])]
+    # of a part, of its cases, and what differs
+    lists = [
+        (name, [found.get("failure"), *found.get("failures", ()), *found.get("differences", ())])
+        for name, found in result.items()
+        if name in parts
+    ]
+    failures = [f"{name}: {text}" for name, texts in lists for text in texts if text]
     for name, found in result.items():
         print(name, {k: v for k, v in found.items() if k != "cases"} if isinstance(found, dict) else found)
     for text in failures:

@@ -31,33 +31,6 @@ FIRST_SEED = 42
 BUSY = 0.5
 
 
-def parse() -> argparse.Namespace:
-    parser = hardware.Parser(__doc__, help="the records file", default=records.RECORDS)
-    add = parser.add_argument
-    tracks = f"{', '.join(recipes.TRACKS)}; or another budget, as 6min-1cores or 300k-tokens; several with --show"
-    text = "folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python"
-    as_set = f"the tracks' records as they were set, each with p < {records.RECORD_P} over seeds against the one before"
-    add("--track", nargs="+", required=True, metavar="NAME", help=tracks)
-    which = f"{', '.join(recipes.names())}, or a .toml file; default: plain; with --show those that --plot draws, all"
-    add("--recipe", nargs="+", default=[], metavar="NAME", help=which)
-    add("--seeds", type=int, default=1, help="runs of each recipe")
-    add("--against", metavar="RECIPE", help="print and write time and tokens until this entry's last loss")
-    add("--text", type=Path, default=dataset.default_text(), help=text)
-    add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
-    add("--keep", action="store_true", help="keep the folders of finished runs in RUN/runs, to fine-tune their models")
-    add("--threads", type=int, default=2, help="threads of a run on a track of tokens")
-    add("--show", action="store_true", help="only print the tracks' tables (and make --plot)")
-    add("--history", action="store_true", help=f"only print {as_set}")
-    add("--plot", type=Path, help="all curves of the tracks, .svg or .png")
-    args = parser.parse_args()
-    args.show |= args.history
-    if len(args.track) > 1 and not args.show:
-        parser.error("--track: several only with --show")
-    if not args.show:
-        parser.refuse_dirty(args)
-    return args
-
-
 def enter(args: argparse.Namespace, track: Track, recipe: RaceRecipe, kept: Records) -> None:
     """Run the seeds of a recipe that the records lack. Raises ValueError."""
     data = dataset.prepare(args.run, args.text, recipe.vocabulary)
@@ -84,15 +57,11 @@ def run_seed(track: Track, recipe: RaceRecipe, data: dataset.RaceData, run: Path
     trained = train(recipe, track, data, run, seed)
     *_, last = trained.points
     scorer = dataset.Scorer(data.held_out, dataset.HELD_OUT_ROWS, track.cores)
-    figures = scorer.score(training.weights_of(last), trained.config)
     along = dataset.Scorer(data.held_out, dataset.CURVE_ROWS, track.cores)
-    curve = [
-        training.without_weights(point) | along.score(training.weights_of(point), trained.config)
-        for point in trained.points
-    ]
+    curve = [point.described() | along.score(point.weights(), trained.config) for point in trained.points]
     about: dict[str, object] = {"command": trained.command, "tokens_per_second": trained.tokens_per_second}
     about |= {"precision": trained.config["precision"]}
-    return about | training.without_weights(last) | figures | {"curve": curve}
+    return about | last.described() | scorer.score(last.weights(), trained.config) | {"curve": curve}
 
 
 def compare(args: argparse.Namespace, entries: list[Entry], kept: Records) -> None:
@@ -111,7 +80,29 @@ def compare(args: argparse.Namespace, entries: list[Entry], kept: Records) -> No
 
 
 def main() -> None:
-    args = parse()
+    parser = hardware.Parser(__doc__, help="the records file", default=records.RECORDS)
+    add = parser.add_argument
+    tracks = f"{', '.join(recipes.TRACKS)}; or another budget, as 6min-1cores or 300k-tokens; several with --show"
+    text = "folder with enwiki/*/wiki_* and novels/*.txt; without them, the documentation installed with Python"
+    as_set = f"the tracks' records as they were set, each with p < {records.RECORD_P} over seeds against the one before"
+    add("--track", nargs="+", required=True, metavar="NAME", help=tracks)
+    which = f"{', '.join(recipes.names())}, or a .toml file; default: plain; with --show those that --plot draws, all"
+    add("--recipe", nargs="+", default=[], metavar="NAME", help=which)
+    add("--seeds", type=int, default=1, help="runs of each recipe")
+    add("--against", metavar="RECIPE", help="print and write time and tokens until this entry's last loss")
+    add("--text", type=Path, default=dataset.default_text(), help=text)
+    add("--run", type=Path, default=Path("runs/race"), help="folder of shards and runs")
+    add("--keep", action="store_true", help="keep the folders of finished runs in RUN/runs, to fine-tune their models")
+    add("--threads", type=int, default=2, help="threads of a run on a track of tokens")
+    add("--show", action="store_true", help="only print the tracks' tables (and make --plot)")
+    add("--history", action="store_true", help=f"only print {as_set}")
+    add("--plot", type=Path, help="all curves of the tracks, .svg or .png")
+    args = parser.parse_args()
+    args.show |= args.history
+    if len(args.track) > 1 and not args.show:
+        parser.error("--track: several only with --show")
+    if not args.show:
+        parser.refuse_dirty(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the training run is ended too
     track, *_ = (recipes.track_of(name, args.threads) for name in args.track)
     chosen = [] if args.show else [recipes.load(name) for name in args.recipe or ["plain"]]

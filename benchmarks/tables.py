@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
 
-from benchmarks.common.hardware import ROOT, markdown
+from benchmarks.common.hardware import ROOT, markdown, over_seeds, show
 from benchmarks.race import records
 
 PAGES = ("docs/measurements.md", "README.md")
@@ -69,18 +69,6 @@ class Pair:
         ratio = results(self.file, self.ratio) if self.ratio else a / b if self.better == "more" else b / a
         shown = (show(value, self.form, self.scale) for value in (ours, peer))
         return next(shown), next(shown), f"{ratio:.3g}" if self.better else ""
-
-
-def show(value: Any, form: str, scale: float = 1.0) -> str:
-    """A number, or mean and deviation over seeds."""
-    if not isinstance(value, dict):
-        return format(value * scale, form)
-    deviation = f" ± {value['std'] * scale:{form.lstrip('+')}}" if "std" in value else ""
-    return format(value["mean"] * scale, form) + deviation
-
-
-def over_seeds(values: Sequence[float]) -> dict[str, float]:
-    return {"mean": statistics.fmean(values)} | ({"std": statistics.stdev(values)} if len(values) > 1 else {})
 
 
 def seeds(speedrun: Any, track: str, recipe: str) -> dict[str, Any]:
@@ -238,13 +226,8 @@ def trials(results: Results) -> Cells:
     for row in sorted(rows, key=lambda row: statistics.fmean(run["bits"] for run in row["seeds"].values())):
         runs = row["seeds"].values()
         bits, tokens = (over_seeds([run[name] for run in runs]) for name in ("bits", "tokens"))
-        yield (
-            row["change"] or "none",
-            show(bits, ".3f"),
-            f"{tokens['mean'] / 1e6:.1f} M",
-            str(len(runs)),
-            f"{row['seeds']['42']['bits'] - base:+.3f}",
-        )
+        cells = show(bits, ".3f"), f"{tokens['mean'] / 1e6:.1f} M", str(len(runs))
+        yield row["change"] or "none", *cells, f"{row['seeds']['42']['bits'] - base:+.3f}"
 
 
 TABLES: dict[str, Callable[[Results], Cells]] = {

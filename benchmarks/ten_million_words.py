@@ -28,7 +28,7 @@ from benchmarks.common import hardware
 from benchmarks.race import dataset, recipes, training
 from benchmarks.race.dataset import RaceData, Scorer
 from benchmarks.race.recipes import RaceRecipe, track_of
-from megabert.common.files import atomic_folder
+from megabert.common.files import atomic_folder, hash_file
 
 WORDS, EPOCHS = 10_000_000, 10
 # WikiExtractor's tags around a document
@@ -68,10 +68,8 @@ def prepare(args: argparse.Namespace, vocabulary: int | str) -> RaceData:
         with atomic_folder(work, "words.jsonl", overwrite=True) as new, (new / "words.jsonl").open("w") as file:
             file.writelines(json.dumps({"text": document}) + "\n" for document in cut(args.text, args.words))
     dataset.split(args.text, own / "race-text")
-    shown = vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem
-    folder, held_out = own / f"words-{args.words}-vocab-{shown}", own / "race-text/held_out"
-    digest = hashlib.sha256((work / "words.jsonl").read_bytes()).hexdigest()
-    return dataset.build_both(work / "words.jsonl", held_out, folder, digest, vocabulary, 0.01)
+    stem, digest = own / f"words-{args.words}-vocab", hash_file(work / "words.jsonl")
+    return dataset.build_both(work / "words.jsonl", own / "race-text/held_out", stem, digest, vocabulary, 0.01)
 
 
 def judged(run: Path, pairs: Path, threads: int) -> dict[str, Any]:
@@ -99,7 +97,7 @@ def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, 
     held_out = Scorer(data.held_out, dataset.HELD_OUT_ROWS, args.threads)
     about = {"recipe": recipe.name, "keys": dict(recipe.keys), "vocabulary": recipe.vocabulary, "seed": seed}
     budget = {"words": args.words, "epochs": args.epochs, "tokens": last.tokens, "text": data.documents}
-    score = held_out.score(training.weights_of(last), trained.config)
+    score = held_out.score(last.weights(), trained.config)
     return about | budget | {"seconds": last.seconds, "held_out": score} | judged(run, args.pairs, args.threads)
 
 

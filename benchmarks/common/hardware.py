@@ -16,9 +16,10 @@ import random
 import re
 import shlex
 import socket
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ from megabert.common import environment  # noqa: E402
 from megabert.common.environment import cores, cpu_flags, cpu_model, gpus, memory_gib, versions  # noqa: E402
 from megabert.common.files import write_atomically  # noqa: E402
 
-_carried: tuple[str, tuple[str, ...]] | None = None  # revision and changes of a copy without git
+_carried: tuple[str, tuple[str, ...]] = "unknown", ()  # revision and changes of a copy without git
 
 
 def carry(revision: str, changes: Sequence[str]) -> None:
@@ -42,23 +43,18 @@ def carry(revision: str, changes: Sequence[str]) -> None:
 @functools.cache
 def changes() -> tuple[str, ...]:
     """Lines of `git status` for uncommitted files except results, at the time of the first call."""
-    if _carried and environment.revision() == "unknown":
-        return _carried[1]
-    return tuple(environment.changes([RESULTS]))
+    return _carried[1] if environment.revision() == "unknown" else tuple(environment.changes([RESULTS]))
 
 
 def revision() -> str:
     """Short git revision, with `+changes` when the tree differs from it."""
     short = environment.revision(["."]).removesuffix("+changes")
-    if _carried and short == "unknown":
-        short = _carried[0]
-    return f"{short}{'+changes' if changes() else ''}"
+    return f"{_carried[0] if short == 'unknown' else short}{'+changes' if changes() else ''}"
 
 
 def label() -> str:
     """Short name of the machine for file names, e.g. `cpu2` (2 cores) or `h200x1`."""
-    devices = gpus()
-    if devices:
+    if devices := gpus():
         word = re.search(r"[A-Z]+\d+\w*", devices[0])
         return f"{(word.group(0) if word else 'gpu').lower()}x{len(devices)}"
     return f"cpu{cores()}"
@@ -91,8 +87,7 @@ def describe() -> str:
 
 def clone_environment(**more: str) -> dict[str, str]:
     """The environment for a command that imports megabert, also in a clone that is not installed."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"PYTHONPATH": path} | more
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | more
 
 
 def shown(command: list[str]) -> str:
@@ -177,10 +172,29 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(2)
 
 
+def over_seeds(values: Sequence[float]) -> dict[str, float]:
+    """Mean, and standard deviation of two values or more."""
+    return {"mean": statistics.fmean(values)} | ({"std": statistics.stdev(values)} if len(values) > 1 else {})
+
+
+def show(value: Any, form: str, scale: float = 1.0) -> str:
+    """A number, or mean and deviation over seeds."""
+    if not isinstance(value, dict):
+        return format(value * scale, form)
+    deviation = f" ± {value['std'] * scale:{form.lstrip('+')}}" if "std" in value else ""
+    return format(value["mean"] * scale, form) + deviation
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table of these cells."""
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def print_ratios(comparisons: Iterable[Mapping[str, Any]]) -> None:
+    """A line for each comparison of a result."""
+    for c in comparisons:
+        print(f"  ratio {c['ratio']:.2f}   {c['what']}: {c['ours']} against {c['peer']}", flush=True)
 
 
 def write_json(path: str | os.PathLike[str] | None, result: dict[str, Any]) -> None:

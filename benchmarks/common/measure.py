@@ -69,17 +69,13 @@ def order_of(names: Iterable[str], number: int) -> list[str]:
     return list(names)[:: 1 if number % 2 else -1]
 
 
-def in_turn(sides: Mapping[str, Call], device: torch.device, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds of a call of each side, `rounds` times, alternately; each time is over enough calls to take `seconds`."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    calls = {}
-    for name, side in sides.items():
-        seconds_of(side, device, 2)  # warm-up of kernels and memory
-        calls[name] = max(1, round(seconds / max(seconds_of(side, device), 1e-6)))
+def take_turns(sides: Iterable[str], rounds: int, measure: Callable[[str], float]) -> dict[str, list[float]]:
+    """What `measure` finds for each side in each round."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
-        for name in order_of(sides, number):
-            times[name].append(seconds_of(sides[name], device, calls[name]))
-    return times
+        for name in order_of(found, number):
+            found[name].append(measure(name))
+    return found
 
 
 class CaptureFailed(RuntimeError):
@@ -97,10 +93,14 @@ def kernel_times(
 
     On CUDA as many calls as take about a millisecond are in a CUDA graph, and its replays are timed by events, which measures the
     kernels and the gaps between them. Raises CaptureFailed for a call that cannot be captured because it waits for the device; its
-    wall-clock time would measure Python. On the CPU: `in_turn`.
+    wall-clock time would measure Python. On the CPU a time is over enough calls to take `seconds`, and sides alternate.
     """
     if device.type != "cuda":
-        return in_turn(sides, device, rounds, seconds)
+        counts = {}
+        for name, side in sides.items():
+            seconds_of(side, device, 2)  # warm-up of kernels and memory
+            counts[name] = max(1, round(seconds / max(seconds_of(side, device), 1e-6)))
+        return take_turns(sides, rounds, lambda name: seconds_of(sides[name], device, counts[name]))
     times = {}
     for name, side in sides.items():
         try:

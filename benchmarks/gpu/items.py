@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a clone need not be installed
@@ -34,11 +35,8 @@ from megabert.common import environment
 def machine(args: argparse.Namespace) -> dict[str, Any]:
     """GPUs, driver, free shared memory in GiB, and seconds to import what a training process imports, for the first time."""
     stat = os.statvfs("/dev/shm")
-    seconds = {}
-    for name in ("torch", "deepspeed", "megabert.open_run"):
-        began = time.perf_counter()
-        importlib.import_module(name)
-        seconds[name] = round(time.perf_counter() - began, 1)
+    modules = ("torch", "deepspeed", "megabert.open_run")
+    seconds = {name: round(timeit(lambda name=name: importlib.import_module(name), number=1), 1) for name in modules}
     return {
         "gpus": environment.gpus(),
         "driver": environment.nvidia_driver(),

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from megabert.hf.mapping import from_huggingface
 
 # ids 0 to 4 in all our tokenizers
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,10 @@ class Sequences(torch.utils.data.Dataset):
     """All sequences of a dataset, unpacked, as inputs of the collator: ids [n] and special_tokens_mask [n]."""
 
     def __init__(self, dataset: Dataset) -> None:
-        ids, starts, lengths = [], [], []
-        base = 0
-        for first in range(0, dataset.rows, 8192):
-            rows = dataset.read(np.arange(first, min(first + 8192, dataset.rows)))
-            length = rows.bounds[:, :, 0].astype(np.int64)  # [n, S]
-            start = base + np.arange(len(length))[:, None] * rows.ids.shape[1] + np.cumsum(length, 1) - length
-            used = length > 0
-            ids.append(rows.ids.reshape(-1))
-            starts.append(start[used])
-            lengths.append(length[used])
-            base += rows.ids.size
-        self.ids, self.starts, self.lengths = map(np.concatenate, (ids, starts, lengths))
+        rows = dataset.read(np.arange(dataset.rows))
+        lengths = rows.bounds[:, :, 0].astype(np.int64)  # [n, S]
+        starts = np.arange(len(lengths))[:, None] * rows.ids.shape[1] + np.cumsum(lengths, 1) - lengths
+        self.ids, self.starts, self.lengths = rows.ids.reshape(-1), starts[lengths > 0], lengths[lengths > 0]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -118,15 +112,6 @@ def optimizer_of(model: torch.nn.Module, recipe: PeerRecipe) -> torch.optim.Adam
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=betas, eps=recipe.eps, fused=True)
 
 
-def batches(data: Sequences, collate: Any, recipe: PeerRecipe) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless batches, in a new order each epoch."""
-    generator = torch.Generator().manual_seed(recipe.seed)
-    while True:
-        yield from DataLoader(
-            data, batch_size=recipe.batch, shuffle=True, drop_last=True, collate_fn=collate, generator=generator
-        )
-
-
 def budget_used(recipe: PeerRecipe, seconds: float, tokens: int) -> float:
     """Used share of the budget, at most 1."""
     return min(tokens / recipe.tokens if recipe.tokens else seconds / (60 * recipe.minutes), 1.0)
@@ -138,11 +123,6 @@ def rate(recipe: PeerRecipe, used: float) -> float:
     return recipe.lr * min(up, (1 - used) / (1 - recipe.warmup))
 
 
-def device() -> torch.device:
-    """The first GPU, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def train(
     dataset: Path, tokenizer: Tokenizer, size: ModelConfig, recipe: PeerRecipe, every: float
 ) -> Iterator[tuple[dict[str, float], PreTrainedModel]]:
@@ -152,20 +132,21 @@ def train(
     budget, and at the end. The caller's time is not counted.
     """
     torch.manual_seed(recipe.seed)
-    where = device()
-    dtype = DTYPES[usual(where)]
+    where, dtype = DEVICE, DTYPES[usual(DEVICE)]
     model = model_of(size, recipe.dropout)
     torch.nn.Module.to(model, where)
     optimizer = optimizer_of(model, recipe)
-    stream = batches(Sequences(Dataset(dataset)), collator(tokenizer.vocab_size, recipe.masking), recipe)
+    draw, collate = torch.Generator().manual_seed(recipe.seed), collator(tokenizer.vocab_size, recipe.masking)
+    how: dict[str, Any] = {"batch_size": recipe.batch, "shuffle": True, "drop_last": True, "generator": draw}
+    # endless batches, in a new order each epoch
+    stream = chain.from_iterable(repeat(DataLoader(Sequences(Dataset(dataset)), collate_fn=collate, **how)))
     seconds, due, step, tokens = 0.0, 0.0, 0, 0
     while True:
         used = budget_used(recipe, seconds, tokens)
-        over = used >= 1
-        if over or used >= due:
+        if used >= min(due, 1):
             yield {"seconds": round(seconds, 2), "step": step, "tokens": tokens}, model
             due += every
-        if over:
+        if used >= 1:
             return
         model.train()
         started = time.perf_counter()
@@ -214,7 +195,7 @@ def main() -> None:
     cfg = configuration.load(args.preset, [*sizes, *fixed])
     shutil.rmtree(args.run, ignore_errors=True)
     args.run.mkdir(parents=True)
-    before = {"seconds": 0.0, "tokens": 0}
+    points = []
     for point, model in train(args.data, tokenizer, cfg.model, recipe, 1 / args.points):
         theirs = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
         weights = from_huggingface(theirs, cfg.model)
@@ -223,13 +204,9 @@ def main() -> None:
         folder = args.run / f"step-{point['step']:08d}"
         folder.mkdir()
         save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS)
-        line = {"step": point["step"], "time/train_seconds": point["seconds"], "tokens": point["tokens"]}
-        if seconds := point["seconds"] - before["seconds"]:
-            line["perf/tokens_per_sec"] = (point["tokens"] - before["tokens"]) / seconds
-        before = point
-        with (args.run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    (args.run / "finished.json").write_text(json.dumps({"config": cfg.model_dump() | {"precision": usual(device())}}))
+        points.append(point)
+    finished = {"config": cfg.model_dump() | {"precision": usual(DEVICE)}, "points": points}
+    (args.run / "finished.json").write_text(json.dumps(finished))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,8 @@ def encoder(folder: Path, dtype: torch.dtype) -> Callable[[Sequence[str], int], 
     transformer = Transformer(str(folder), max_seq_length=LENGTH)
     pooling = Pooling(transformer.auto_model.config.hidden_size, "mean")
     model = SentenceTransformer(modules=[transformer, pooling], device="cpu").to(dtype)
-
-    def run(texts: Sequence[str], batch: int) -> np.ndarray:
-        return np.asarray(model.encode(list(texts), batch_size=batch, show_progress_bar=False), np.float32)
-
-    return run
+    encode = partial(model.encode, show_progress_bar=False)
+    return lambda texts, batch: np.asarray(encode(list(texts), batch_size=batch), np.float32)
 
 
 def classifier(folder: Path, dtype: torch.dtype) -> Callable[[Sequence[str], int], list[dict[str, Any]]]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import hardware
+from data_prep.readers import pydoc_corpus
 from megabert import config as configuration
 from megabert import evaluation
 from megabert.common.files import atomic_folder
@@ -60,8 +61,8 @@ class RaceData:
 
     def identity(self) -> dict[str, str]:
         """Data of a result: the held-out documents, and the fingerprints of both datasets."""
-        held_out = Manifest.load(self.held_out).fingerprint
-        return {"documents": self.documents, "train": self.manifest.fingerprint, "held_out": held_out}
+        prints = {name: Manifest.load(getattr(self, name)).fingerprint for name in ("train", "held_out")}
+        return {"documents": self.documents} | prints
 
 
 def default_text() -> Path:
@@ -86,11 +87,8 @@ def documents_of(path: Path) -> Iterator[bytes]:
 
 def built_in() -> Iterator[bytes]:
     """The documentation in every Python installation, a document a line of JSON."""
-    from data_prep.readers import pydoc_corpus
-
     for path, _ in pydoc_corpus.files():
-        for text in pydoc_corpus.documents(path):
-            yield json.dumps({"text": text}).encode() + b"\n"
+        yield from (json.dumps({"text": text}).encode() + b"\n" for text in pydoc_corpus.documents(path))
 
 
 def is_held_out(document: bytes) -> bool:
@@ -98,10 +96,7 @@ def is_held_out(document: bytes) -> bool:
 
 
 def split(text: Path, target: Path) -> None:
-    """Write the documents of `text` to `target/train` and `target/held_out`, unless they exist.
-
-    Raises ValueError if no document is held out.
-    """
+    """Write the documents of `text` to `target/train` and `target/held_out`, unless they exist. Raises ValueError if none is held out."""
     if (target / MARK).is_file():
         return
     named = [(f"{name}.txt", documents_of(path)) for name, path in files_of(text)]
@@ -131,33 +126,28 @@ def folder_of(work: Path, text: Path) -> Path:
 
 
 def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
-    """The shards of `text` with a vocabulary of this size, or that of a tokenizer file; built if missing.
-
-    Raises ValueError if a build fails.
-    """
+    """The shards of `text` with a vocabulary of this size, or that of a tokenizer file; built if missing. Raises ValueError if that
+    fails."""
     own = folder_of(work, text)
     texts = own / "text"
     split(text, texts)
-    shown = vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem
-    folder, documents = own / f"vocab-{shown}", json.loads((texts / MARK).read_text())["documents"]
-    return build_both(texts / "train", texts / "held_out", folder, documents, vocabulary, 1 / ONE_IN)
+    documents = json.loads((texts / MARK).read_text())["documents"]
+    return build_both(texts / "train", texts / "held_out", own / "vocab", documents, vocabulary, 1 / ONE_IN)
 
 
 def build_both(
-    train: Path, held_out: Path, folder: Path, documents: str, vocabulary: int | str, share: float
+    train: Path, held_out: Path, stem: Path, documents: str, vocabulary: int | str, share: float
 ) -> RaceData:
     """The shards of a text, of which `share` is held out, with a vocabulary as of `prepare`, and of its held-out documents, with the same
-    tokenizer; built if missing."""
+    tokenizer; built in STEM-VOCABULARY if missing."""
+    folder = stem.with_name(f"{stem.name}-{vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem}")
     data = RaceData(folder / "train", folder / "held_out", documents)
     option = "--vocab-size" if isinstance(vocabulary, int) else "--tokenizer"
-    build(train, data.train, option, vocabulary, "--held-out", share)
+    tail = "--seq-len", SEQ_LEN, "--held-out"
+    hardware.build_data(data.train, "--input", train, option, vocabulary, *tail, share)
     tokenizer = data.train / data.manifest.tokenizer["file"]
-    build(held_out, data.held_out, "--tokenizer", tokenizer, "--held-out", 0)
+    hardware.build_data(data.held_out, "--input", held_out, "--tokenizer", tokenizer, *tail, 0)
     return data
-
-
-def build(text: Path, output: Path, *options: object) -> None:
-    hardware.build_data(output, "--input", text, "--seq-len", SEQ_LEN, *options)
 
 
 class Scorer:
@@ -175,9 +165,9 @@ class Scorer:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = BertForPreTraining(cfg.model, OpsConfig(), device.type, torch.float32)
         model.load_state_dict(dict(weights))
-        one_mask = replace(replace(cfg, "data.masking", MaskingConfig()), "batch.micro_size", 32)
-        one_mask = replace(one_mask, "eval", EvalConfig(rows=self.rows))
-        batches = evaluation.fixed_batches(self.dataset, self.tokenizer, one_mask)
+        cfg = replace(replace(cfg, "data.masking", MaskingConfig()), "batch.micro_size", 32)
+        cfg = replace(cfg, "eval", EvalConfig(rows=self.rows))
+        batches = evaluation.fixed_batches(self.dataset, self.tokenizer, cfg)
         held_out = evaluation.summary(evaluation.batch_sums(model.to(device), batches, device))
         return figures(held_out["eval/mlm_loss"], held_out["eval/mlm_accuracy"], self.bytes_per_token)
 

@@ -31,11 +31,8 @@ _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([km])-tokens")
 FOLDER = hardware.ROOT / "benchmarks/recipes"
 OURS, PEER = "megabert", "huggingface"
 WARM_UP = "warmup"
-# keys set by the track
-BUDGET = {
-    f"schedule.{key}"
-    for key in ("by", "total_steps", "warmup_steps", "budget_minutes", "budget_tokens", "budget_warmup")
-}
+# keys of `schedule` that the track sets
+BUDGET = {"by", "total_steps", "warmup_steps", "budget_minutes", "budget_tokens", "budget_warmup"}
 
 
 @dataclass(frozen=True)
@@ -104,23 +101,20 @@ def load(name: str) -> RaceRecipe:
     if recipe.system not in (OURS, PEER):
         raise ValueError(f"{path}: system must be {OURS} or {PEER}, is {recipe.system!r}")
     for key in recipe.keys:
-        if recipe.system == OURS and key in BUDGET:
+        if recipe.system == OURS and key.startswith("schedule.") and key[9:] in BUDGET:
             raise ValueError(f"{path}: {key} is the track's; set {WARM_UP}, the share of the budget, or nothing")
     return recipe
 
 
 def rows_an_update(settings: Config) -> float:
     """Mean over the phases, whose shares are of updates."""
-    phases = config.list_phases(settings)
-    return sum((phase.end - phase.begin) * phase.config.batch.global_size for phase in phases)
+    return sum((p.end - p.begin) * p.config.batch.global_size for p in config.list_phases(settings))
 
 
 def our_config(recipe: RaceRecipe, track: Track, tokens_a_row: float, seed: int) -> tuple[list[str], Config]:
     """The overrides of our run on a track, and the resulting configuration. Raises ValueError."""
-    overrides = collect_overrides({key: value for key, value in recipe.keys.items() if key != WARM_UP})
-    overrides += [f"seed={seed}"]
-    if "schedule.name" not in recipe.keys:
-        overrides += ["schedule.name=linear"]
+    keys = {"schedule.name": "linear"} | dict(recipe.keys) | {"seed": seed}
+    overrides = collect_overrides({key: value for key, value in keys.items() if key != WARM_UP})
     if track.minutes:
         overrides += ["schedule.by=minutes", f"schedule.budget_minutes={track.minutes}"]
         overrides += [f"schedule.budget_warmup={recipe.warmup}", "schedule.total_steps=1000000000"]

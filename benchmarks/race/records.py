@@ -41,6 +41,10 @@ class Records:
     def _on_disk(self) -> list[Entry]:
         return json.loads(self.path.read_text())["entries"] if self.path.is_file() else []
 
+    def _known(self, *known: Any) -> Entry | None:
+        """The entry with this track, digest and data."""
+        return next((e for e in self.entries if (e["track"], e["digest"], e["data"]) == known), None)
+
     def write(self) -> None:
         """Write the entries, with those added to the file by others since it was read."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,11 +52,10 @@ class Records:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             for theirs in self._on_disk():
-                ours = next((entry for entry in self.entries if _known_by(entry) == _known_by(theirs)), None)
-                if ours is None:
-                    self.entries.append(theirs)
-                else:
+                if ours := self._known(theirs["track"], theirs["digest"], theirs["data"]):
                     ours["seeds"] = theirs["seeds"] | ours["seeds"]
+                else:
+                    self.entries.append(theirs)
             more = {"comparisons": self.comparisons} if self.comparisons else {}
             hardware.write_json(self.path, {"entries": self.entries} | more)
         finally:
@@ -63,15 +66,11 @@ class Records:
 
         Raises ValueError if the file's entries were scored on other held-out documents.
         """
-        known = (track.name, recipe.digest, data)
-        for entry in self.entries:
-            if entry["data"]["documents"] != data["documents"]:
-                raise ValueError(
-                    f"{self.path}: its entries were scored on other held-out documents than those of this --text; "
-                    "name another --json"
-                )
-            if _known_by(entry) == known:
-                return entry
+        if any(entry["data"]["documents"] != data["documents"] for entry in self.entries):
+            other = "its entries were scored on other held-out documents than those of this --text; name another --json"
+            raise ValueError(f"{self.path}: {other}")
+        if found := self._known(track.name, recipe.digest, data):
+            return found
         described = {"track": track.name, "recipe": recipe.name, "digest": recipe.digest} | asdict(recipe)
         entry = {name: value for name, value in described.items() if name != "name"} | {"data": data, "seeds": {}}
         self.entries.append(entry)
@@ -93,10 +92,6 @@ class Records:
         """Entries of a track with a result, the best first."""
         entries = [entry for entry in self.entries if entry["track"] == track and entry["seeds"]]
         return sorted(entries, key=lambda entry: mean(entry, "bits"))
-
-
-def _known_by(entry: Entry) -> tuple[str, str, dict[str, str]]:
-    return entry["track"], entry["digest"], entry["data"]
 
 
 def circumstances() -> dict[str, Any]:
@@ -169,9 +164,7 @@ def history_table(records: Records, track: str) -> str:
 
 def with_spread(entry: Entry, figure: str, form: str) -> str:
     """Mean and standard deviation over the seeds."""
-    values = [result[figure] for result in entry["seeds"].values()]
-    deviation = f" ± {format(statistics.stdev(values), form)}" if len(values) > 1 else ""
-    return format(statistics.fmean(values), form) + deviation
+    return hardware.show(hardware.over_seeds([result[figure] for result in entry["seeds"].values()]), form)
 
 
 def reached(curve: Sequence[Mapping[str, float]], bits: float, what: str) -> float | None:
@@ -219,9 +212,8 @@ def plot(entries: list[Entry], path: Path) -> None:
     in_tokens = {track.tokens > 0 for track in tracks}
     if len(in_tokens) > 1:
         raise ValueError(f"--plot: {names} count minutes and tokens; plot either")
-    what, unit, axis = (
-        ("tokens", 1e6, "million real tokens") if True in in_tokens else ("seconds", 60, "minutes of training")
-    )
+    by_time = ("seconds", 60, "minutes of training")
+    what, unit, axis = ("tokens", 1e6, "million real tokens") if True in in_tokens else by_time
     import matplotlib
 
     matplotlib.use("Agg")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.common import hardware
 from benchmarks.race import recipes
 from benchmarks.race.dataset import RaceData
 from benchmarks.race.recipes import RaceRecipe, Track
+from megabert import checkpoint
 
 # points of a curve, about, and the newest ones that are kept in any case
 POINTS, KEPT = 10, 24
@@ -29,12 +32,21 @@ class CurvePoint:
     seconds: float
     step: int
     tokens: int
-    weights: Path
+    folder: Path
+
+    def weights(self) -> dict[str, Tensor]:
+        """fp32 weights by parameter name, under our names."""
+        if (self.folder / "manifest.json").is_file():
+            return checkpoint.load_weights(self.folder)[0]
+        return load_file(self.folder / WEIGHTS)
+
+    def described(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "step": self.step, "tokens": self.tokens}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run. `config`: configuration of its model, as nested dicts."""
+    """A finished run. `tokens_per_second`: the median, of real tokens; `config`: configuration of its model, as nested dicts."""
 
     command: str
     points: tuple[CurvePoint, ...]
@@ -59,7 +71,8 @@ def train_ours(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed
         state = json.loads((folder / "manifest.json").read_text())["state"]
         points.append(CurvePoint(round(state["seconds"], 2), state["step"], state["tokens"], folder))
         tree = state["config"]
-    return Trained(hardware.shown(command), tuple(points), rate(run), tree)
+    rates = [line["perf/tokens_per_sec"] for line in hardware.logged(run) if "perf/tokens_per_sec" in line]
+    return Trained(hardware.shown(command), tuple(points), median(rates), tree)
 
 
 def train_peer(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed: int) -> Trained:
@@ -70,30 +83,11 @@ def train_peer(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed
     command += ["--recipe", json.dumps(fields, sort_keys=True)]
     hardware.call(command, track.cores, run.with_name(f"{run.name}.log"))
     finished = json.loads((run / "finished.json").read_text())
-    points = [
-        CurvePoint(line["time/train_seconds"], line["step"], line["tokens"], run / f"step-{line['step']:08d}")
-        for line in hardware.logged(run)
-        if "tokens" in line
-    ]
-    return Trained(hardware.shown(command), tuple(points), rate(run), finished["config"])
+    points = tuple(CurvePoint(**point, folder=run / f"step-{point['step']:08d}") for point in finished["points"])
+    spans = [(b.tokens - a.tokens, b.seconds - a.seconds) for a, b in pairwise(points)]
+    rates = [tokens / seconds for tokens, seconds in spans if seconds]
+    return Trained(hardware.shown(command), points, median(rates), finished["config"])
 
 
-def rate(run: Path) -> float | None:
-    """Median of the logged real tokens a second."""
-    rates = [line["perf/tokens_per_sec"] for line in hardware.logged(run) if "perf/tokens_per_sec" in line]
+def median(rates: list[float]) -> float | None:
     return round(statistics.median(rates), 1) if rates else None
-
-
-def weights_of(point: CurvePoint) -> dict[str, Tensor]:
-    """fp32 weights by parameter name, under our names."""
-    if (point.weights / "manifest.json").is_file():
-        from megabert import checkpoint
-
-        return checkpoint.load_weights(point.weights)[0]
-    from safetensors.torch import load_file
-
-    return load_file(point.weights / WEIGHTS)
-
-
-def without_weights(point: CurvePoint) -> dict[str, Any]:
-    return {name: value for name, value in asdict(point).items() if name != "weights"}

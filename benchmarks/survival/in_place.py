@@ -5,6 +5,10 @@ it is ended: by TERM, by its time limit, by kills of keepers, or because the run
 reported and at which one each start resumed. The finished run is compared with one without a fault: all metrics but times and the
 final checkpoint bit for bit; after a start on fewer ranks the rows bit for bit, and the losses to rounding. Keepers and ranks are
 forked by a process that has done their imports, as no standby process is in the product: hundreds of kills take minutes.
+
+`recover` times restarts of two ranks as a user starts them, on cores that nothing else uses. In place they start again from copies in
+memory; torchrun's agent starts them again from a checkpoint, and the updates after it are repeated. Each kill waits until APART updates
+were made, time enough for the imports of the next standby process.
 """
 
 from __future__ import annotations
@@ -15,18 +19,20 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
 from benchmarks.survival import life, records
 from benchmarks.survival.kills import differences
-from benchmarks.survival.life import Case, Failure, Ranks, Server, last_step, saved_steps
+from benchmarks.survival.life import Case, Failure, Ranks, Server, await_end, last_step, saved_steps
 from benchmarks.survival.records import FINISHED, IN_EVALUATION, IN_SAVE, INTERVAL, LIMIT, TERM, Event, Record
 
 TRAIN = str(hardware.ROOT / "megabert/train.py")
@@ -49,6 +55,12 @@ LIMITS = (7.5, 12.0)
 SLOW = (0.05, 1.0)
 # kills and the most jobs of a run
 A_RUN, MOST_JOBS = 12, 60
+# ranks of timed kills
+TIMED = 2
+# of timed kills: updates from a restart to the next kill, at least and at most
+APART = (600, 900)
+# updates between the checkpoints that torchrun's restarts load
+SAVED_EVERY = 300
 
 
 class KeptRanks(Ranks):
@@ -103,16 +115,12 @@ class Job(KeptRanks):
         self.folders: dict[int, Path] = {}
         self.sessions: set[int] = set()
         self._newest = -1
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         limit = [f"--max-time={record.max_time}s"] if record.max_time else []
         super().__init__([*case.words(data), *limit], run, hosts)
 
     def _process(self, command: list[str], env: dict[str, str]) -> life.Forked:
         return self.server.start(command[2:], env, self.log, self.record.slow.get(int(env["RANK"]), 0.0))
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
 
     def wait_until(self, condition: Callable[[], Any], what: str) -> None:
         def watched() -> Any:
@@ -138,13 +146,9 @@ class Job(KeptRanks):
 
     def note(self, kind: str) -> None:
         """Record an event, which follows."""
-        place = round(self.seconds, 3), last_step(self.run), self.log.stat().st_size - self._begin
+        place = round(time.monotonic() - self.started, 3), last_step(self.run), self.log.stat().st_size - self._begin
         self.record.events.append(Event(kind, *place))
         self.sessions |= {pid for keeper in self.processes for pid in (keeper.pid, *life.children_of(keeper.pid))}
-
-    def wait_for_processes(self) -> None:
-        """Wait for the ends of all processes of the job. Raises TimeoutError."""
-        life.wait(lambda: not life.in_sessions(self.sessions), 15.0, "processes are left behind")
 
     def codes(self) -> list[int]:
         while self.reach(BETWEEN, FINISHED, 0.0):
@@ -179,12 +183,6 @@ class Job(KeptRanks):
             self.note(kind)
             self.kill_rank(chance.randrange(size))
 
-    def kill_keepers(self, kind: str, ranks: Sequence[int]) -> None:
-        self.note(kind)
-        self.record.killed += ranks
-        for rank in ranks:
-            self.processes[rank].kill()
-
     def terminate(self, chance: random.Random, all_keepers: bool) -> None:
         """TERM to all keepers or one of them; in a third of the cases twice, as if a launcher and the batch system forward it."""
         living = [keeper for keeper in self.processes if keeper.poll() is None]
@@ -197,28 +195,23 @@ class Job(KeptRanks):
 
 def find_folder(keeper: int) -> Path | None:
     """The folder in memory that a keeper has open."""
-    try:
-        links = [os.readlink(entry) for entry in os.scandir(f"/proc/{keeper}/fd")]
-    except OSError:  # it has just ended, or closed one
-        return None
-    found = [match for link in links if (match := re.match(r"/dev/shm/megabert-keeper-\w+", link))]
-    return Path(found[0][0]) if found else None
+    with contextlib.suppress(OSError):  # it has just ended, or closed one
+        links = " ".join(os.readlink(entry) for entry in os.scandir(f"/proc/{keeper}/fd"))
+        if found := re.search(r"/dev/shm/megabert-keeper-\w+", links):
+            return Path(found[0])
+    return None
 
 
 def target_of(link: Path) -> str | None:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.basename(os.readlink(link))
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def disturb(job: Job, chance: random.Random, end: str, most: int) -> None:
     """Kill ranks, at most `most` times, then end the job by `end`, unless it has ended before."""
-    kinds = {
-        kind: weight
-        for kind, weight in records.KILLS.items()
-        if job.case.interval or kind not in (IN_EVALUATION, IN_SAVE)
-    }
+    rare = () if job.case.interval else (IN_EVALUATION, IN_SAVE)
+    kinds = {kind: weight for kind, weight in records.KILLS.items() if kind not in rare}
     if end == TERM and chance.random() < 0.3:  # during the start
         if job.pause(chance.uniform(0.0, 2.0)):
             job.note(TERM)
@@ -245,7 +238,10 @@ def disturb(job: Job, chance: random.Random, end: str, most: int) -> None:
         job.pause(records.DELAYS[end])
     else:
         size = len(job.processes)
-        job.kill_keepers(end, range(size) if end == records.ALL_KEEPERS else [chance.randrange(size)])
+        job.note(end)
+        job.record.killed += range(size) if end == records.ALL_KEEPERS else [chance.randrange(size)]
+        for rank in job.record.killed:
+            job.processes[rank].kill()
         if end == records.ALL_KEEPERS or not job.reach(chance.randint(1, BETWEEN), end, 0.0):
             return
     job.terminate(chance, all_keepers=False)
@@ -272,10 +268,10 @@ def train_disturbed(
         try:
             if end != FINISHED:
                 disturb(job, chance, end, most)
-            record.codes, record.seconds = job.codes(), round(job.seconds, 2)
+            record.codes, record.seconds = job.codes(), round(time.monotonic() - job.started, 2)
             if record.max_time and record.others == {records.REQUEUE}:
                 job.note(LIMIT)
-            job.wait_for_processes()
+            await_end(job.sessions, "")
         except (Failure, TimeoutError) as error:
             job.stop()
             record.failures.append(str(error))
@@ -320,3 +316,47 @@ def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[st
     finally:
         server.close()
     return records.totals(jobs) | {"runs": runs, "differences": differ, "seconds": round(time.monotonic() - started, 1)}
+
+
+class RestartedRanks(KeptRanks):
+    """Ranks under torchrun's agent, which ends all of a host when one dies, and starts all again."""
+
+    def _start(self, argv: list[str], hosts: tuple[int, ...]) -> list[Any]:
+        options = [f"--nproc-per-node={len(hosts)}", "--max-restarts=1000", "--monitor-interval=0.1"]
+        options += ["--master-addr=127.0.0.1", f"--master-port={hardware.free_port()}"]
+        return [self._process([sys.executable, "-m", "torch.distributed.run", *options, "--", TRAIN, *argv], {})]
+
+    def kill_rank(self, rank: int) -> None:
+        os.kill(life.children_of(self.processes[0].pid)[rank], signal.SIGKILL)
+
+
+def recover(data: Path, folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """Seconds of `kills` recoveries each way. Raises Failure."""
+    in_place = restarted(KeptRanks, data, folder / "in-place", kills, seed, 0)
+    torchrun = restarted(RestartedRanks, data, folder / "torchrun", kills, seed, SAVED_EVERY)
+    return {"ranks": TIMED, "kills": kills, "in_place": in_place, "torchrun": torchrun}
+
+
+def restarted(kind: type[KeptRanks], data: Path, run: Path, kills: int, seed: int, interval: int) -> dict[str, Any]:
+    """Restarts of all ranks: seconds from the kill to an update that was not made before it."""
+    case = Case(run.name, TIMED, (kills + 1) * APART[1], interval, ("checkpoint.keep=1",))
+    words = [word for word in case.words(data) if not word.startswith("peak_tflops=")]  # by the defaults
+    job, chance, seconds = kind(words, run, (0,) * TIMED), random.Random(seed), []
+    try:
+        for _ in range(kills):
+            job.wait_for_step(last_step(run) + chance.randint(*APART))
+            started, starts = time.monotonic(), count_starts(run)
+            job.kill_rank(chance.randrange(TIMED))
+            before = last_step(run)
+            job.wait_until(partial(lambda before: count_starts(run) > before or job.ended(), starts), "no restart")
+            # the old ranks may have logged one more meanwhile
+            job.wait_for_step(max(before, last_step(run)) + 1)
+            seconds.append(time.monotonic() - started)
+    finally:
+        job.stop()
+    named = {"median": statistics.median(seconds), "p90": sorted(seconds)[int(0.9 * kills)], "most": max(seconds)}
+    return {"seconds_to_next_update": {name: round(value, 2) for name, value in named.items()}}
+
+
+def count_starts(run: Path) -> int:
+    return (run / "starts.jsonl").read_bytes().count(b"\n")

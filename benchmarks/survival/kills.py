@@ -8,7 +8,6 @@ final checkpoint, must be equal bit for bit.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.survival.life import LIFE_ENDS_WITHIN, POLL, Case, Failure, Life, Server, in_sessions, saved_steps, wait
+from benchmarks.survival.life import POLL, Case, Failure, Life, Server, await_end, last_step, saved_steps
+from megabert.common.files import hash_file
 
 # aims of the kills, alternately
 PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")
@@ -30,11 +30,8 @@ ROUNDING = 1e-2
 START_SECONDS = 0.5
 # seconds of delay of one rank's write
 SLOW = (0.5, 6.0)
-RESUMED, FROM_NOTHING, UNSEEN = (
-    "a start from the newest checkpoint",
-    "a start from nothing, where no checkpoint was committed",
-    "a start that was killed before it logged from where",
-)
+RESUMED, UNSEEN = "a start from the newest checkpoint", "a start that was killed before it logged from where"
+FROM_NOTHING = "a start from nothing, where no checkpoint was committed"
 
 
 @dataclass
@@ -52,10 +49,9 @@ def uninterrupted(case: Case, data: Path, run: Path, server: Server) -> float:
     """Train the case without a fault; returns the median seconds of its checkpoint writes."""
     life, seen, durations = Life(case, data, run, server), 0.0, []
     while life.running():
-        saving = bool(life.saving())
-        if saving and not seen:
-            seen = time.monotonic()
-        elif seen and not saving:
+        if life.saving():
+            seen = seen or time.monotonic()
+        elif seen:
             durations.append(time.monotonic() - seen)
             seen = 0.0
         time.sleep(POLL)
@@ -75,9 +71,9 @@ def await_instant(life: Life, aim: str, share: float, rng: random.Random, save_s
     pause = rng.uniform(0.0, {"any": 0.02, "save": save_seconds, "slow": life.slow[1]}[aim])
 
     def due() -> bool:
-        return life.step() >= reach or (aim != "any" and bool(life.saving())) or not life.running()
+        return last_step(life.run) >= reach or (aim != "any" and bool(life.saving())) or not life.running()
 
-    wait(due, LIFE_ENDS_WITHIN, f"{case.name}: no update and no save")
+    life.wait_until(due, f"{case.name}: no update and no save")
     time.sleep(pause)
 
 
@@ -116,7 +112,7 @@ def kill_again_and_again(
             outcome.followed_by[followed] += 1
         if last:
             break
-    wait(lambda: not in_sessions(sessions), 15.0, f"{case.name}: processes are left behind")
+    await_end(sessions, f"{case.name}: ")
     return outcome
 
 
@@ -192,8 +188,7 @@ def files_of(run: Path, step: int) -> dict[str, str]:
     """SHA-256 of each file of a checkpoint by its manifest. Raises Failure for a file with another digest."""
     folder = run / "checkpoints" / f"step-{step:08d}"
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    for name, entry in files.items():
-        digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        if digest != entry["sha256"]:
-            raise Failure(f"{folder / name} is damaged")
-    return {name: entry["sha256"] for name, entry in files.items()}
+    digests = {name: entry["sha256"] for name, entry in files.items()}
+    if damaged := [name for name, digest in digests.items() if hash_file(folder / name) != digest]:
+        raise Failure(f"{folder / damaged[0]} is damaged")
+    return digests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -51,26 +52,35 @@ class Server:
     def start(self, argv: list[str], place: Mapping[str, str], log: Path, slow: float = 0.0) -> Forked:
         """A rank or keeper of this environment; `slow`: seconds of delay of its first write of a checkpoint."""
         env = {**place, "OMP_NUM_THREADS": "1"}
-        return Forked(self, self.ask(argv=argv, env=env, log=str(log), slow=slow)["pid"])
+        pid = self.ask(argv=argv, env=env, log=str(log), slow=slow)["pid"]
+        return Forked(pid, lambda pid: self.ask(poll=pid)["code"])
 
     def close(self) -> None:
         self._process.communicate()  # the end of its input ends it with all remaining ranks
 
 
 class Forked:
-    """A rank or keeper that the server forked; methods as in subprocess."""
+    """A rank or keeper that the server forked, or a rank that its keeper forked; methods as in subprocess."""
 
-    def __init__(self, server: Server, pid: int) -> None:
-        self._server, self.pid, self._code = server, pid, None
+    def __init__(self, pid: int, reap: Callable[[int], int | None]) -> None:
+        self.pid, self._reap = pid, reap
+        self._code: int | None = None
 
     def poll(self) -> int | None:
+        """The exit code; for one thread."""
         if self._code is None:
-            self._code = self._server.ask(poll=self.pid)["code"]
+            self._code = self._reap(self.pid)
+        return self._code
+
+    def wait(self) -> int | None:
+        while self.poll() is None:
+            time.sleep(POLL)
         return self._code
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):  # reaped meanwhile
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -155,10 +165,6 @@ class Life(Ranks):
     def running(self) -> bool:
         return all(rank.poll() is None for rank in self.processes)
 
-    def step(self) -> int:
-        """The last logged update, of this life or one before."""
-        return last_step(self.run)
-
     def saving(self) -> list[tuple[str, int]]:
         """(name, inode) of the folder into which this life writes a checkpoint now, if any."""
         return [entry for entry in saves_of(self.run) if entry not in self._stale]
@@ -166,7 +172,7 @@ class Life(Ranks):
     def kill(self, victims: Sequence[int]) -> str:
         """SIGKILL these ranks, then wait for the others; returns the state at the kill."""
         before = self.saving()
-        trained = "step" in self.output() and self.step()
+        trained = "step" in self.output() and last_step(self.run)
         for victim in victims:
             os.kill(self.processes[victim].pid, signal.SIGKILL)
         wait(lambda: all(self.processes[v].poll() is not None for v in victims), 10, "a killed rank stays")
@@ -201,6 +207,11 @@ def processes() -> Iterator[tuple[int, list[str]]]:
 def in_sessions(sessions: set[int]) -> list[int]:
     """Processes of these sessions: each rank leads one, with the workers of its loader in it."""
     return [pid for pid, fields in processes() if int(fields[3]) in sessions]
+
+
+def await_end(sessions: set[int], what: str) -> None:
+    """Wait for the ends of their processes. Raises TimeoutError."""
+    wait(lambda: not in_sessions(sessions), 15.0, f"{what}processes are left behind")
 
 
 def children_of(parent: int) -> list[int]:

@@ -93,7 +93,8 @@ def account(record: Record, output: bytes, reported: int, saved: int) -> None:
             record.first, kind = at, THE_JOB_BEFORE
             if at != saved:
                 record.failures.append(f"it started at {at}, {saved} was saved")
-        elif newest - at > may_repeat(record, kind):
+        # on the only host a killed keeper's copies are lost
+        elif newest - at > IN_FLIGHT + INTERVAL * (kind == KEEPER and record.hosts == 1):
             record.failures.append(f"{newest - at} updates were repeated after {kind}")
         record.lost += max(0, at - newest)
         record.repeated[kind] = record.repeated.get(kind, 0) + max(0, newest - at)
@@ -113,11 +114,6 @@ def account(record: Record, output: bytes, reported: int, saved: int) -> None:
         record.failures.append(f"exit codes {record.codes} at update {newest}, {record.saved} is saved")
     if record.max_time and record.seconds > record.max_time:
         record.failures.append(f"--max-time={record.max_time}s, it took {record.seconds} s")
-
-
-def may_repeat(record: Record, kind: str) -> int:
-    """The most updates that are repeated after an event: on the only host a killed keeper's copies are lost."""
-    return IN_FLIGHT + INTERVAL * (kind == KEEPER and record.hosts == 1)
 
 
 def missing_best(run: Path, newest: int) -> list[str]:

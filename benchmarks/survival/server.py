@@ -26,6 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads, which a fork would lo
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.modules["mlflow"] = None  # type: ignore[assignment]  # where it is installed DeepSpeed imports it, and it starts a thread
 
+from benchmarks.survival.life import Forked  # noqa: E402
 from megabert import train  # noqa: E402
 from megabert.__main__ import start  # noqa: E402
 from megabert.common.environment import end_with_parent  # noqa: E402
@@ -67,32 +68,10 @@ def become_a_rank(request: dict[str, Any]) -> int:
     return start("train", request["argv"])
 
 
-class ForkedRank:
-    """A rank forked by this process, with the methods of subprocess.Popen that keepers use."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit code; for one thread."""
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(0.001)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self._code is None:
-            with contextlib.suppress(ProcessLookupError):  # reaped meanwhile
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+def reap(child: int) -> int | None:
+    """The exit code of a child process; None while it runs."""
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
 
 
 class ForkingKeeper(keeper.Keeper):
@@ -111,7 +90,7 @@ class ForkingKeeper(keeper.Keeper):
                 os._exit(code)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(read_end)
-        return ForkedRank(pid), write_end
+        return Forked(pid, reap), write_end
 
     def _become_the_rank(self, pipe: int) -> int:
         for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -141,8 +120,7 @@ def main() -> None:
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         if "poll" in request:
-            pid, status = os.waitpid(request["poll"], os.WNOHANG)
-            answer = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+            answer = {"code": reap(request["poll"])}
         else:
             pid = os.fork()
             if pid == 0:

@@ -13,12 +13,12 @@ import random
 import signal
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import hardware
-from benchmarks.survival.life import Case, Failure, Life, Server, in_sessions, saved_steps, wait
+from benchmarks.survival.life import Case, Failure, Life, Server, await_end, in_sessions, last_step, saved_steps, wait
 
 # seconds between two samples
 EVERY = 0.2
@@ -34,7 +34,7 @@ Sample = dict[str, float]
 
 def look_at(pids: list[int]) -> Sample:
     """Sums over these processes: resident bytes, of these private and shared, open descriptors, threads."""
-    sums: dict[str, float] = defaultdict(float)
+    sums = Counter[str]()
     for pid in pids:
         try:
             status = Path(f"/proc/{pid}/status").read_text()
@@ -44,12 +44,9 @@ def look_at(pids: list[int]) -> Sample:
         fields = dict(line.split(":", 1) for line in status.splitlines())
         if "VmRSS" not in fields:
             continue
-        sums["processes"] += 1
-        sums["resident_bytes"] += int(fields["VmRSS"].split()[0]) * 1024
-        sums["private_bytes"] += int(fields["RssAnon"].split()[0]) * 1024
-        sums["shared_bytes"] += int(fields["RssShmem"].split()[0]) * 1024
-        sums["descriptors"] += descriptors
-        sums["threads"] += int(fields["Threads"])
+        sums.update({"processes": 1, "descriptors": descriptors, "threads": int(fields["Threads"])})
+        for name, field in (("resident", "VmRSS"), ("private", "RssAnon"), ("shared", "RssShmem")):
+            sums[f"{name}_bytes"] += int(fields[field].split()[0]) * 1024
     return dict(sums)
 
 
@@ -57,8 +54,8 @@ def watch(life: Life, until: int) -> list[tuple[int, Sample]]:
     """(step, figures of its processes) repeatedly until update `until` is reached or the life has ended."""
     sessions = {rank.pid for rank in life.processes}
     samples: list[tuple[int, Sample]] = []
-    while life.running() and life.step() < until:
-        samples.append((life.step(), look_at(in_sessions(sessions))))
+    while life.running() and (step := last_step(life.run)) < until:
+        samples.append((step, look_at(in_sessions(sessions))))
         time.sleep(EVERY)
     return samples
 
@@ -93,9 +90,7 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
     if rows > BATCH * alone * WARM_UP:
         raise Failure(f"soak: the warm-up of {updates} updates is too short to read all {rows} rows of {data}")
     server, started, rng = Server(), time.monotonic(), random.Random(seed)
-    lives: list[Sample] = []
-    ends: dict[str, int] = defaultdict(int)
-    sessions: set[int] = set()
+    lives, ends, sessions = list[Sample](), Counter[str](), set[int]()
     try:
         for number in range(restarts):
             first = max(saved_steps(run), default=0)
@@ -117,7 +112,7 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
         life = Life(case, data, run, server)
         sessions |= {rank.pid for rank in life.processes}
         life.end()
-        wait(lambda: not in_sessions(sessions), 15.0, "soak: processes are left behind")
+        await_end(sessions, "soak: ")
     finally:
         server.close()
     logged_updates = [line["step"] for line in hardware.logged(run) if "train/loss" in line]

@@ -94,7 +94,7 @@ def test_points_of_a_curve_are_spread_over_the_budget(tmp_path: Path, monkeypatc
     """Whatever the speed of the machine, and also where the preset saves every two minutes."""
     commands: list[list[str]] = []
     monkeypatch.setattr(training.hardware, "call", lambda command, *_: commands.append(command))
-    monkeypatch.setattr(training, "rate", lambda run: None)
+    monkeypatch.setattr(training.hardware, "logged", lambda run: [])
     data, recipe = dataset.RaceData(GOLDEN, GOLDEN, "d"), recipes.load("modern-128")
     for track in ("120min-2cores", "5m-tokens"):
         training.train_ours(recipe, track_of(track), data, tmp_path, seed=1)
