@@ -234,10 +234,13 @@ def show(result: dict[str, Any]) -> None:
         rows.append([name, *seconds, *rates, sheet, f"{r['memory_peak_gib']:.2f}", f"{r['losses'][0]:.3f}"])
     print(hardware.markdown(head, rows))
     hardware.print_ratios(result["comparisons"])
-    if not result["kernels"]:
-        return
-    # GFLOP/s of an operation, and their share of the model's own products, where its FLOPs are known; no time at all where the
-    # machine lets nobody profile its device
+    if result["kernels"]:
+        show_kernels(result)
+
+
+def show_kernels(result: dict[str, Any]) -> None:
+    """The profile: GFLOP/s of an operation, and their share of the model's own products, where its FLOPs are known."""
+    # no time at all where the machine lets nobody profile its device
     own, total = result["own_products_tflops"], sum(kernel["ms"] for kernel in result["kernels"]) or 1.0
     print(f"costliest kernels of an update of ours; products of the model's shapes: {1e3 * own:,.0f} GFLOP/s")
     rows = []
