@@ -85,7 +85,7 @@ def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting
         wanted = field_names(text_field, names)
         if set(wanted) <= set(names):
             if twice := next((name for name in wanted if names.count(name) > 1), ""):
-                raise NoTextField(f"{stream.path}: line 1: two columns {twice!r}; rename one, or give its number")
+                raise NoTextField(f"{stream.path}: line 1: two columns {twice!r}; rename one")
             return [names.index(name) for name in wanted], len(names), delimiter, rows.line_num
         if numbers and max(map(int, numbers)) <= len(names):
             found = [int(n) - 1 for n in numbers], len(names), delimiter, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from data_prep.readers import streams
@@ -9,6 +10,8 @@ from data_prep.readers.decompress import PLAIN_CHUNK, as_file
 from data_prep.readers.streams import HEAD, UNCLOSED, Slice, Stream
 
 BAD = "bad WARC record"
+# the beginning of a record, which a wrong Content-Length puts inside the one before
+NEXT = re.compile(rb"\r?\n\r?\nWARC/\d\.\d\r?\n[\w-]+:")
 # lines of a header at most
 HEADER_LINES = 100
 TYPES = ("warcinfo", "response", "request", "metadata", "resource", "revisit", "continuation")
@@ -47,6 +50,10 @@ def split_wet(stream: Stream) -> Iterator[Slice]:
                 detail = f"a WARC record of {left} bytes ends after {len(body)}"
                 stream.bad(offset, UNCLOSED, detail, len(body))
                 return
+            if inner := NEXT.search(body):
+                detail = "a WARC record whose Content-Length reaches into the next record"
+                stream.bad(offset + inner.start(), BAD, detail, left - inner.start())
+                body = body[: inner.start()]
             yield offset, body
             offset += left
             continue

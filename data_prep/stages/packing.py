@@ -8,6 +8,8 @@ import numpy as np
 
 # sequences packed to choose the number of slots
 SEQUENCES_TRIED = 1 << 17
+# numbers of sequences a row to choose from
+SLOTS = (1, 2, 4, 8, 16)
 
 
 def choose_slots(lengths: Counter[int], seq_len: int) -> int:
@@ -20,8 +22,8 @@ def choose_slots(lengths: Counter[int], seq_len: int) -> int:
     scale = min(1.0, SEQUENCES_TRIED / total)
     sizes = sorted(lengths)
     trial = np.repeat(np.array(sizes, np.int64), [max(1, round(lengths[n] * scale)) for n in sizes])
-    rows = {slots: pack(trial, seq_len, slots)[3] for slots in (1, 2, 4, 8, 16)}
-    return next(slots for slots in rows if rows[slots] <= rows[16] * 1.005)
+    rows = {slots: pack(trial, seq_len, slots)[3] for slots in SLOTS}
+    return next(slots for slots in rows if rows[slots] <= rows[SLOTS[-1]] * 1.005)
 
 
 def pack(lengths: np.ndarray, capacity: int, max_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:

@@ -45,8 +45,8 @@ DRAWS = 4096
 LONG_ROWS, LONG_SHARE, PARTS, SHORTEST = 2, 0.2, 12, 8
 # share of sequences with a shorter, uniformly distributed target length
 SHORT_SHARE = 0.1
-# shares of random pairs and of truncated tokens above which a build warns
-MAX_RANDOM, MAX_TRUNCATED = 0.6, 0.2
+# shares of random pairs, of truncated tokens and of padding above which a build warns
+MAX_RANDOM, MAX_TRUNCATED, MAX_PADDING = 0.6, 0.2, 0.5
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,7 @@ def _ends_clause(token: str) -> bool:
 
 
 def check_totals(drawn: ItemResult, seq_len: int) -> None:
-    """Raises TooLittleText if sequences of these totals fill no row; warns of many random pairs or truncated tokens."""
+    """Raises TooLittleText if sequences of these totals fill no row; warns of many random pairs, truncated tokens or padding."""
     c = drawn.counts
     if c["tokens"] < seq_len:
         raise TooLittleText(
@@ -411,4 +411,11 @@ def check_totals(drawn: ItemResult, seq_len: int) -> None:
             f"rows of {seq_len}: {c['truncated tokens'] / tokens:.0%} of the tokens are cut off: sentences have "
             f"{c['corpus tokens'] / max(1, c['sentences']):.0f} tokens on average (a longer --seq-len, a larger --vocab-size, or "
             "rows without --nsp, which lose none)"
+        )
+    most = c["tokens"] / c["sequences"] * packing.SLOTS[-1]
+    if most < (1 - MAX_PADDING) * seq_len:
+        log.warning(
+            f"rows of {seq_len}: at least {1 - most / seq_len:.0%} of the rows is padding: sequences have "
+            f"{c['tokens'] / c['sequences']:.0f} tokens on average, and a row has at most {packing.SLOTS[-1]} (a shorter --seq-len; "
+            "--text-documents sets where documents end)"
         )

@@ -61,7 +61,7 @@ DAMAGED[500] ^= 1
         ("a.csv", b'text,n\n"one",1\ntwo\n', r"a\.csv: line 3: a row of 1 values, the first line names 2 columns"),
         ("a.csv", b'text,n\none,1\n"two" x,2\n', r"a\.csv: line 3: "),
         ("a.csv", b'text,n\n"one,1\ntwo,2\n', r"a\.csv: line 4?3?: unexpected end of data"),
-        ("a.csv", b"text,text\none,two\n", r"a\.csv: line 1: two columns 'text'; rename one, or give its number"),
+        ("a.csv", b"text,text\none,two\n", r"a\.csv: line 1: two columns 'text'; rename one$"),
         ("a.csv", b"body;n\none;1\n", r"a\.csv: line 1: no column 'text' \(it has body;n\)"),
         ("a.txt", "utf-16 text".encode("utf-16-le"), r"a\.txt: binary data, or text in another encoding"),
         ("a.gz", b"plain text", r"a\.gz: byte 0: not gz data despite its suffix"),

@@ -62,6 +62,19 @@ def test_a_bad_record_costs_no_other(tmp_path, monkeypatch):
     assert lost_bytes(problems) == {"bad WARC record": 14, "long document": 101, "unclosed document": 7}
 
 
+def test_a_wrong_content_length_merges_no_records(tmp_path):
+    second = warc(b"conversion", b"Two.")
+    wet = warc(b"conversion", b"One.", len(b"One.\r\n\r\n" + second) - 4) + second + warc(b"conversion", b"Three.")
+    found, problems = refuse(write(tmp_path / "a.wet", wet), "Content-Length reaches into the next record")
+    assert found == ["One.", "Three."] and lost_bytes(problems) == {"bad WARC record": len(second)}
+
+
+def test_a_field_that_is_there_twice_is_bad(tmp_path):
+    lines = '{"text": "One.", "text": "Two.", "n": 1}\n{"text": "Three.", "n": 1, "n": 2}\n'
+    found, problems = refuse(write(tmp_path / "a.jsonl", lines), "byte 0: field 'text' is there twice")
+    assert found == ["Three."] and problems.counts == {"no text field": 1}
+
+
 @pytest.mark.parametrize(
     ("content", "message", "texts", "size"),
     [

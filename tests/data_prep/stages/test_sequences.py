@@ -180,7 +180,13 @@ def test_cuts_are_at_the_best_places(tokenizer):
 def drawn(**changes: int) -> ItemResult:
     done = ItemResult()
     counts = {"pairs": 2000, "random next": 1000, "tokens": 99_000, "corpus tokens": 90_000}
-    counts |= {"borrowed tokens": 10_000, "truncated tokens": 9000, "sentences": 4000, "documents": 400}
+    counts |= {
+        "borrowed tokens": 10_000,
+        "truncated tokens": 9000,
+        "sentences": 4000,
+        "documents": 400,
+        "sequences": 1000,
+    }
     done.counts.update(counts | {name.replace("_", " "): value for name, value in changes.items()})
     return done
 
@@ -193,5 +199,9 @@ def test_poor_pairs_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"rows of 128: 60% of the pairs .*10\.0 sentences .*leave out --nsp", capsys.readouterr().err)
     sequences.check_totals(drawn(truncated_tokens=20_001), 128)
     assert re.search(r"20% of the tokens are cut off: .* 22 tokens .*--seq-len", capsys.readouterr().err)
+    sequences.check_totals(drawn(sequences=24_749), 128)  # 16 of them fill half a row
+    assert not capsys.readouterr().err
+    sequences.check_totals(drawn(sequences=50_000), 128)
+    assert re.search(r"at least 75% of the rows is padding: .* 2 tokens .*at most 16", capsys.readouterr().err)
     with pytest.raises(BadInput, match="less than one row of 128"):
         sequences.check_totals(drawn(tokens=127), 128)
