@@ -10,8 +10,8 @@ from data_prep.readers.decompress import PLAIN_CHUNK, as_file
 from data_prep.readers.streams import HEAD, UNCLOSED, Slice, Stream
 
 BAD = "bad WARC record"
-# the beginning of a record, which a wrong Content-Length puts inside the one before
-NEXT = re.compile(rb"\r?\n\r?\nWARC/\d\.\d\r?\n[\w-]+:")
+# the beginning of a record, which a wrong Content-Length puts inside the one before; lines of a page that shows one end without \r
+NEXT = re.compile(rb"\r\n\r\nWARC/\d\.\d\r\n[\w-]+:")
 # lines of a header at most
 HEADER_LINES = 100
 TYPES = ("warcinfo", "response", "request", "metadata", "resource", "revisit", "continuation")
