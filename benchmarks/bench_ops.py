@@ -135,10 +135,11 @@ def mlm_loss(make: Maker, small: bool) -> list[OpCase]:
     def plain(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(h, w, b), labels, reduction="sum")
 
-    def ours(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    def ours(h: Tensor, w: Tensor, b: Tensor) -> Any:
         return ops.mlm_loss(h, w, b, labels, entries, "native")
 
-    sides = {name: make.both_ways(of, hidden, weight, bias) for name, of in (("ours", ours), ("torch", plain))}
+    functions = {"ours": ours, "torch": plain}
+    sides = {name: make.both_ways(function, hidden, weight, bias) for name, function in functions.items()}
     sides["three products alone"] = products
     peers = [("ours", "three products alone"), ("ours", "torch")]
     return [OpCase("mlm_loss", f"{count} x {width} x {entries}", sides, peers, extra_memory=("ours", "torch"))]

@@ -41,7 +41,10 @@ from megabert.finetune import heads, prediction, save, tasks
 from megabert.finetune.save import Described
 
 TOLERANCE = 1e-4
-SHAPES = {"mini": {"layers": 4, "hidden": 256, "heads": 4}, "base": {"layers": 12, "hidden": 768, "heads": 12}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "mini": {"layers": 4, "hidden": 256, "heads": 4},
+    "base": {"layers": 12, "hidden": 768, "heads": 12},
+}
 # tokens of the texts of one kind: some seconds on two cores
 TOKENS = {"mini": 49_152, "base": 4_096}
 # batch sizes of the peers in texts

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from timeit import timeit
 from typing import Any
@@ -36,7 +37,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     """GPUs, driver, free shared memory in GiB, and seconds to import what a training process imports, for the first time."""
     stat = os.statvfs("/dev/shm")
     modules = ("torch", "deepspeed", "megabert.open_run")
-    seconds = {name: round(timeit(lambda name=name: importlib.import_module(name), number=1), 1) for name in modules}
+    seconds = {name: round(timeit(partial(importlib.import_module, name), number=1), 1) for name in modules}
     return {
         "gpus": environment.gpus(),
         "driver": environment.nvidia_driver(),

@@ -119,7 +119,7 @@ def _text(record: bytes, offset: int, stream: Stream) -> str | None:
                 has = f" (it has {', '.join(sorted(value)[:20]) or 'none'}); name it with --text-field"
             return bad(NO_FIELD, f"no field {name!r} in the JSON line{has}")
         except ValueError:
-            return bad(NO_FIELD, f"field {name!r} is there twice, or is not a string or a list of strings")
+            return bad(NO_FIELD, f"field {name!r} is not a string, or a list of strings, or is there twice")
         if text is not None and (halves := utf8.LONE_SURROGATE.findall(text)):
             if options.encoding_errors == "stop":
                 return bad("lone surrogate", f"half a surrogate pair in field {name!r}")
