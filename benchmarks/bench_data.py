@@ -2,11 +2,11 @@
 
     python benchmarks/bench_data.py [--json FILE] [--rows N]
 
-Ours does everything: order, read, checksum, masking (by token; also shown by word and span) and batches, in one process. The peers do less: Hugging
-Face's collator gets rows in memory as lists of a `datasets` loader, with precomputed special-token masks; webdataset reads and
-decodes one `.npy` a row without masking. All run alternately in one process for several rounds; p20, p50 and p80 over the rounds
-are shown, and ratios are of p50. Ours and the collator are compared only at equal batch sizes, since the cost of a batch weighs
-more on small ones. `ratio` is the lowest of single-token masking relative to the collator.
+Ours does everything: order, read, checksum, masking (by token; also shown by word and span) and batches, in one process. The
+peers do less: Hugging Face's collator gets rows in memory as lists of a `datasets` loader, with precomputed special-token masks;
+webdataset reads and decodes one `.npy` a row without masking. All run alternately in one process for several rounds; p20, p50 and
+p80 over the rounds are shown, and ratios are of p50. Ours and the collator are compared only at equal batch sizes, since the cost
+of a batch weighs more on small ones. `ratio` is the lowest of single-token masking relative to the collator.
 """
 
 from __future__ import annotations
