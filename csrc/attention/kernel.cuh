@@ -6,6 +6,7 @@
 // zeros, one whose range is not inside its row NaN. Non-finite values may spread to other sequences in the same 16 x 16 tiles.
 #pragma once
 
+#include "attention/arguments.h"
 #include "common/mma.cuh"
 
 namespace megabert {
@@ -17,20 +18,6 @@ constexpr int kBlockQueries = 16 * kAttentionWarps, kForwardKeys = 64;    // for
 constexpr int kBlockKeys = 16 * kAttentionWarps, kGradientQueries = 32;  // backward
 
 constexpr int64_t kForwardShared = 2 * 2 * kForwardKeys * (kHeadSize + 8) * 2;  // bytes: two stages of keys and values
-
-template <class T>
-struct AttentionRows {
-  const T* qkv;                // [batch, tokens, 3, heads, size], 16-byte aligned as all of these
-  const int32_t *start, *end;  // [batch, tokens]
-  T* context;                  // [batch, tokens, heads, size]
-  float* lse;                  // [batch, heads, tokens]
-  int tokens, heads, size;     // size <= kHeadSize, a multiple of 8
-  float root;                  // 1 / sqrt(size)
-  const T* grad;               // backward only: gradient of context
-  T* dqkv;
-  float* sums;     // [batch, 3, heads, size]: those of dqkv over a row's tokens
-  float* partial;  // backward of more than kBlockKeys tokens: [batch * heads, tokens to whole kGradientQueries, kHeadSize]
-};
 
 // Between lines in shared memory, in elements: eight lines, 16 bytes each, then lie in 32 different banks.
 constexpr int kStride = kHeadSize + 8;

@@ -150,7 +150,7 @@ constexpr int64_t kQueries = Unit<T>::grain > 1 ? 64 : 24;
 constexpr int64_t kKeys = 1024;
 
 template <class T>
-static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads& part) {
+static void attend(const Attention<T>& a, const Dropout& dropout, int64_t row, int64_t head, const Heads& part) {
   typedef typename Unit<T>::type U;
   constexpr int64_t kBlock = kQueries<T>;
   static thread_local Scratch scratch;
@@ -211,12 +211,12 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
             whole[r] *= factor;
             for (int64_t d = 0; d < lds; d += W) store(out + r * lds + d, load(out + r * lds + d) * factor);
           }
-          if (a.dropout.threshold) keep_bits(a.dropout, line + i + r, first / 8, (first % 8 + count + 7) / 8, bits);
+          if (dropout.threshold) keep_bits(dropout, line + i + r, first / 8, (first % 8 + count + 7) / 8, bits);
           vf sum{};
           for (int64_t j = 0; j < width; j += W) {
             vf p = exp2_of_score(load(s + j) * scale - top[r]);
             sum += p;
-            if (a.dropout.threshold) p = keep(p, bits, first % 8 + j);
+            if (dropout.threshold) p = keep(p, bits, first % 8 + j);
             store(weights + r * ldw + j, p);
           }
           if (width < padded<T>(count)) store(weights + r * ldw + width, vf{});
@@ -228,7 +228,7 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
       }
       for (int64_t r = 0; r < rows; ++r) {
         lse[i + r] = top[r] / kLog2e + std::log(whole[r]);
-        const float factor = a.dropout.scale / whole[r];
+        const float factor = dropout.scale / whole[r];
         for (int64_t d = 0; d < size; d += W)
           store(context + (i + r) * a.heads * size + d, load(out + r * lds + d) * factor, size - d);
       }
@@ -240,7 +240,8 @@ static void attend(const Attention<T>& a, int64_t row, int64_t head, const Heads
 //   dV = (P M)^T dC; dP = (dC V^T) M; dS = P (dP - rowsum(dC C)) / sqrt(size); dQ = dS K; dK = dS^T Q.
 // Sums over the row's tokens are computed before rounding.
 template <class T>
-static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, const Heads& part) {
+static void attend_backward(const Attention<T>& a, const Dropout& dropout, int64_t row, int64_t head,
+                            const Heads& part) {
   typedef typename Unit<T>::type U;
   constexpr int pack = Unit<T>::pack;
   constexpr int64_t kBlock = Unit<T>::grain > 1 ? kQueries<T> : 36, kColumns = kKeys / 2;
@@ -278,7 +279,7 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
   const uint64_t line = (static_cast<uint64_t>(row) * a.heads + head) * tokens;
   const NextTask<T> next(a, row, head, part);
   // Factors common to a whole result are applied at its end: those of dropout and of the scores.
-  const float kept = a.dropout.scale, root = 1.0f / std::sqrt(static_cast<float>(size)), scale = root * kLog2e;
+  const float kept = dropout.scale, root = 1.0f / std::sqrt(static_cast<float>(size)), scale = root * kLog2e;
   memset(dk, 0, sizeof(float) * tokens * lds);
   memset(dv, 0, sizeof(float) * tokens * lds);
   memset(sums, 0, sizeof(float) * 3 * lds);
@@ -334,8 +335,8 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
             const int64_t at = i + r + h;
             if (k == skipped) next.fetch(at);
             hide_outside(scores + (r + h) * ldw, start[at] - first, end[at] - first, width);
-            if (a.dropout.threshold)
-              keep_bits(a.dropout, line + at, first / 8, (first % 8 + count + 7) / 8, bits + h * stride);
+            if (dropout.threshold)
+              keep_bits(dropout, line + at, first / 8, (first % 8 + count + 7) / 8, bits + h * stride);
           }
           for (int64_t j = 0; j < width; j += W) {
             vf p[pack], d[pack];
@@ -343,7 +344,7 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
               const vf weight = exp2_of_score(load(scores + (r + h) * ldw + j) * scale - norm[r + h]);
               vf change = load(dp + (r + h) * ldw + j);
               p[h] = weight;
-              if (a.dropout.threshold) {
+              if (dropout.threshold) {
                 p[h] = keep(weight, bits + h * stride, first % 8 + j);
                 change = keep(change, bits + h * stride, first % 8 + j);
               }
@@ -373,9 +374,9 @@ static void attend_backward(const Attention<T>& a, int64_t row, int64_t head, co
 }
 
 template <class T>
-static void attention(const Attention<T>& a, const Heads& part) {
+static void attention(const Attention<T>& a, const Dropout& dropout, const Heads& part) {
   [[maybe_unused]] const typename Unit<T>::Registers registers{};
   const auto task = a.sums ? attend_backward<T> : attend<T>;
   for (int64_t row = part.row; row < part.last_row; ++row)
-    for (int64_t head = part.head; head < part.last_head; ++head) task(a, row, head, part);
+    for (int64_t head = part.head; head < part.last_head; ++head) task(a, dropout, row, head, part);
 }

@@ -20,12 +20,14 @@ extern "C" __attribute__((weak)) void megabert_cuda_releases(int* library, int* 
 
 namespace megabert {
 
-// Makes the tensor's device current while it lives.
-struct OnDevice {
+// The device of argument `name` of operation `op`, which is current while this lives.
+struct Cuda : DeviceTypes<__nv_bfloat16, int> {
+  const char* op;
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream = nullptr;
 
-  explicit OnDevice(const Tensor& t) : guard(t.get_device_index()) {
+  Cuda(const char* op, const char* name, const Tensor& t)
+      : op(op), guard((check_cuda(op, name, t), t.get_device_index())) {
     void* current = nullptr;
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream, "this torch has no CUDA");
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &current));
@@ -38,17 +40,11 @@ inline void check_launch(const char* op) {
   STD_TORCH_CHECK(error == cudaSuccess, op, ": kernel launch failed: ", cudaGetErrorString(error));
 }
 
-// Calls f with a value of the element type.
-template <class F>
-void with_type(ScalarType type, F f) {
-  if (type == ScalarType::BFloat16) f(__nv_bfloat16{});
-  else f(float{});
-}
-
 // The tensor or a contiguous copy, on a 16-byte boundary, as torch allocates; only a slice of a tensor may be unaligned.
-inline Tensor aligned(const char* op, const char* name, const Tensor& t) {
+inline Tensor aligned(const Cuda& device, const char* name, const Tensor& t) {
   const Tensor d = dense(t);
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 == 0, op, ": ", name, " is not on a 16-byte boundary");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 == 0, device.op, ": ", name,
+                  " is not on a 16-byte boundary");
   return d;
 }
 
@@ -85,19 +81,15 @@ dim3 resident_column_grid(Kernel kernel, int64_t rows, int64_t width) {
   return column_grid(down < 1 ? 1 : down < rows ? down : rows, width);
 }
 
+// sums = those of the columns of partial [lines, Vectors, width].
 template <class T, int Vectors>
-void reduce_lines_on(cudaStream_t stream, const float* partial, const LineSums<T, Vectors>& sums, int64_t lines,
-                     int64_t stride, int64_t width, const char* op) {
+void launch_reduce(const Cuda& device, const float* partial, const LineSums<T, Vectors>& sums, int64_t lines,
+                   int64_t width) {
   if (!width) return;
   const dim3 threads(kWarp, kLineThreads);
-  reduce_lines<T, Vectors><<<static_cast<unsigned>(ceil_div(Vectors * width, kWarp)), threads, 0, stream>>>(
-      partial, sums, lines, stride, width);
-  check_launch(op);
-}
-template <class T>
-void reduce_lines_on(cudaStream_t stream, const float* partial, T* result, int64_t lines, int64_t stride, int64_t width,
-                     const char* op) {
-  reduce_lines_on(stream, partial, LineSums<T, 1>{{result}}, lines, stride, width, op);
+  reduce_lines<T, Vectors><<<static_cast<unsigned>(ceil_div(Vectors * width, kWarp)), threads, 0, device.stream>>>(
+      partial, sums, lines, width);
+  check_launch(device.op);
 }
 
 }  // namespace megabert

@@ -208,13 +208,14 @@ struct LineSums {
 
 template <class T, int Vectors>
 __global__ void __launch_bounds__(kWarp* kLineThreads)
-    reduce_lines(const float* partial, LineSums<T, Vectors> sums, int64_t lines, int64_t stride, int64_t width) {
+    reduce_lines(const float* partial, LineSums<T, Vectors> sums, int64_t lines, int64_t width) {
   __shared__ float shared[kLineThreads][kWarp + 1];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   float sum = 0;
   if (column < Vectors * width) {
 #pragma unroll 8
-    for (int64_t line = threadIdx.y; line < lines; line += kLineThreads) sum += partial[line * stride + column];
+    for (int64_t line = threadIdx.y; line < lines; line += kLineThreads)
+      sum += partial[line * Vectors * width + column];
   }
   shared[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();

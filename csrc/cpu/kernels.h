@@ -6,8 +6,10 @@
 
 #include <cstdint>
 
+#include "attention/arguments.h"
 #include "common/philox.h"
-#include "mlm_loss/label.h"
+#include "dropout_add_layer_norm/arguments.h"
+#include "mlm_loss/arguments.h"
 #include "softmax_mask/mask.h"
 
 namespace megabert {
@@ -16,41 +18,8 @@ struct bf16 {
   uint16_t bits;
 };
 
-// Column sums (of gradients) are computed over blocks of rows, each into a separate fp32 line, and the lines are added in order, so
-// the result does not depend on the number of threads.
-struct RowBlocks {
-  int64_t rows, size, count;
-
-  explicit RowBlocks(int64_t rows) : rows(rows) {
-    size = (rows + 63) / 64 < 64 ? 64 : (rows + 63) / 64;
-    count = (rows + size - 1) / size;
-  }
-  int64_t begin(int64_t block) const { return block * size; }
-  int64_t end(int64_t block) const { return (block + 1) * size < rows ? (block + 1) * size : rows; }
-};
-
 template <class T>
-struct LayerNormBackward {
-  const T *grad, *second, *z, *weight;  // second may be null: another gradient of y, or (of_z) the gradient of z
-  bool of_z;
-  const float *mean, *rstd;
-  T *dx, *dresidual;  // dx may be null: without dropout it is dresidual
-  int64_t width;
-  Dropout dropout;
-};
-
-template <class T>
-struct Attention {
-  const T* qkv;             // [batch, tokens, 3, heads, size]
-  const int32_t *start, *end;  // [batch, tokens]
-  T* context;               // [batch, tokens, heads, size]
-  float* lse;               // [batch, heads, tokens]
-  int64_t batch, tokens, heads, size;
-  Dropout dropout;
-  const T* grad;  // backward only: gradient of context
-  T* dqkv;        // backward only
-  float* sums;    // backward only: [batch, 3, heads, size], those of dqkv over a row's tokens
-};
+using Attention = AttentionRows<T, int64_t>;
 
 // Rows [row, last_row) x heads [head, last_head) of one thread, processed row by row, so that a row's tokens, whose heads are adjacent,
 // stay in cache and in the TLB.
@@ -60,39 +29,32 @@ struct Heads {
 
 template <class T>
 struct Kernels {
-  // y = gelu(x + bias) for rows [begin, end)
-  void (*bias_gelu)(const T* x, const T* bias, T* y, int64_t width, int64_t begin, int64_t end);
-  // dx, and dbias[width] = column sums over the rows
-  void (*bias_gelu_backward)(const T* grad, const T* x, const T* bias, T* dx, float* dbias, int64_t width,
-                             int64_t begin, int64_t end);
-  // x rows of 2 * width columns (a, b), y = gelu(a) * b of x + bias for rows [begin, end)
-  void (*bias_geglu)(const T* x, const T* bias, T* y, int64_t width, int64_t begin, int64_t end);
-  // dx, and dbias[2 * width] = column sums over the rows
-  void (*bias_geglu_backward)(const T* grad, const T* x, const T* bias, T* dx, float* dbias, int64_t width,
-                              int64_t begin, int64_t end);
+  // Of each two the first without a gate: y = gelu(x + bias) for rows [begin, end); the second with one: x has rows of 2 * width
+  // columns (a, b), y = gelu(a) * b of x + bias
+  void (*activate[2])(const T* x, const T* bias, T* y, int64_t width, int64_t begin, int64_t end);
+  // dx, and dbias [columns of x] = column sums over the rows
+  void (*activate_backward[2])(const T* grad, const T* x, const T* bias, T* dx, float* dbias, int64_t width,
+                                int64_t begin, int64_t end);
   // rows of 3 * heads * 2 * half columns: queries and keys turned by sign x angle, values copied; cos, sin [rows, half]
   void (*rotate)(const T* x, const float* cos, const float* sin, float sign, T* y, int64_t heads, int64_t half,
                  int64_t begin, int64_t end);
   // y = dropout(x); its own gradient
   void (*dropout)(const T* x, T* y, int64_t width, Dropout dropout, int64_t begin, int64_t end);
   // z = residual + dropout(x + bias); y = normalised z * weight + shift
-  void (*dropout_add_layer_norm)(const T* x, const T* bias, const T* residual, const T* weight, const T* shift, T* y,
-                                 T* z, float* mean, float* rstd, int64_t width, Dropout dropout, float eps,
-                                 int64_t begin, int64_t end);
+  void (*dropout_add_layer_norm)(LayerNormRows<T> args, Dropout dropout, int64_t begin, int64_t end);
   // sums: 3 x width fp32 (dbias, dweight, dshift) over the rows
-  void (*dropout_add_layer_norm_backward)(const LayerNormBackward<T>& args, float* sums, int64_t begin, int64_t end);
+  void (*dropout_add_layer_norm_backward)(const LayerNormGradientRows<T>& args, const Dropout& dropout, float* sums,
+                                          int64_t begin, int64_t end);
   // forward, and backward where args has sums
-  void (*attention)(const Attention<T>& args, const Heads& part);
+  void (*attention)(const Attention<T>& args, const Dropout& dropout, const Heads& part);
   // rows are those of scores [batch, heads, queries, keys]; probs may be null, and is exactly without dropout
   void (*softmax_mask)(const SoftmaxMask& args, const T* scores, T* out, T* probs, Dropout dropout, int64_t begin,
                        int64_t end);
   void (*softmax_mask_backward)(const T* grad, const T* probs, T* dscores, int64_t keys, float scale, Dropout dropout,
                                 int64_t begin, int64_t end);
-  // logits [rows, stride] without bias -> loss, log-sum-exp and correct of each row; with `gradient` the logits become
-  // their gradient, and dbias [stride], which may be null, its column sums
-  void (*mlm_loss)(T* logits, const T* bias, const int64_t* labels, float* loss, float* lse, int32_t* correct,
-                   float* dbias, bool gradient, int64_t vocab, int64_t stride, int64_t begin,
-                   int64_t end);
+  // logits without bias -> loss, log-sum-exp and correct of each row; with a.gradient the logits become their gradient, and dbias
+  // [stride] its column sums
+  void (*mlm_loss)(LossRows<T> args, float* dbias, int64_t begin, int64_t end);
   // out = sum over blocks of partial[block * stride + column], columns [begin, end)
   void (*reduce_blocks)(const float* partial, T* out, int64_t blocks, int64_t stride, int64_t begin, int64_t end);
 };
@@ -105,11 +67,10 @@ struct Tables {
 // The kernels of the machine's best instruction set.
 const Tables& tables();
 
-// Calls f with a value of the type of x's elements and its kernels.
-template <class Tensor, class F>
-void with_cpu_type(const Tensor& x, F f) {
-  if (x.scalar_type() == decltype(x.scalar_type())::BFloat16) f(bf16{}, tables().of_bf16);
-  else f(float{}, tables().of_float);
+template <class T>
+const Kernels<T>& kernels() {
+  if constexpr (sizeof(T) == 2) return tables().of_bf16;
+  else return tables().of_float;
 }
 
 }  // namespace megabert
@@ -137,10 +98,8 @@ namespace MEGABERT_ISA {
 
 template <class T>
 constexpr Kernels<T> make_table() {
-  return {activate<T, false>,
-          activate_backward<T, false>,
-          activate<T, true>,
-          activate_backward<T, true>,
+  return {{activate<T, false>, activate<T, true>},
+          {activate_backward<T, false>, activate_backward<T, true>},
           rotate<T>,
           dropout<T>,
           dropout_add_layer_norm<T>,

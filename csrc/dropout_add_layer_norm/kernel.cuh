@@ -4,6 +4,7 @@
 
 #include "common/device.cuh"
 #include "common/rows.h"
+#include "dropout_add_layer_norm/arguments.h"
 
 namespace megabert {
 
@@ -21,15 +22,6 @@ __global__ void __launch_bounds__(kColumnThreads)
     store<Whole>(y + row * width, column, width, value);
   }
 }
-
-template <class T>
-struct LayerNormRows {
-  const T *x, *bias, *residual, *weight, *shift;
-  T *y, *z;
-  float *mean, *rstd;
-  int64_t rows, width;
-  float eps;
-};
 
 // One row by Threads threads, 8 * Groups columns each, of which this is `thread`; z becomes y, not yet rounded to T.
 template <class T, int Threads, int Groups, bool Whole>
@@ -89,16 +81,6 @@ __global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 768 / RowSha
   float y[Groups][kGroup];
   norm_row<T, Threads, Groups, Whole>(a, with_seed(dropout, seed), row, threadIdx.x, shared, y);
 }
-
-template <class T>
-struct LayerNormGradientRows {
-  const T *grad, *second, *z, *weight;  // second may be null: another gradient of y, or (of_z) the gradient of z
-  bool of_z;
-  const float *mean, *rstd;
-  T *dx, *dresidual;  // dx may be null: without dropout it is dresidual
-  float* partial;     // [gridDim.x, 3, width]: sums of dbias, dweight, dshift over the block's rows
-  int64_t rows, width;
-};
 
 // Two sums over the Threads threads of a row with one barrier. `shared` has a pair for each warp; the next row needs another.
 template <int Threads>

@@ -17,11 +17,9 @@ static void dropout(const T* x, T* y, int64_t width, Dropout dropout, int64_t be
 // forward and backward (which reads the stored z) are of the same function. Statistics are fp32.
 
 template <class T>
-static void dropout_add_layer_norm(const T* x, const T* bias, const T* residual, const T* weight, const T* shift, T* y,
-                                   T* z, float* mean, float* rstd, int64_t width, Dropout dropout, float eps,
-                                   int64_t begin, int64_t end) {
+static void dropout_add_layer_norm(LayerNormRows<T> a, Dropout dropout, int64_t begin, int64_t end) {
   static thread_local Scratch scratch;
-  const int64_t padded = (width + W - 1) / W * W, groups = (width + 7) / 8;
+  const int64_t width = a.width, padded = (width + W - 1) / W * W, groups = (width + 7) / 8;
   scratch.reset(4 * padded + groups + 8 * W + 256);
   float* line = scratch.take<float>(padded);
   uint8_t* bits = scratch.take<uint8_t>(groups + 2 * W + 8);
@@ -31,10 +29,10 @@ static void dropout_add_layer_norm(const T* x, const T* bias, const T* residual,
     vf sum{};
     for (int64_t j = 0; j < width; j += W) {
       const int64_t n = width - j, at = r * width + j;
-      vf branch = load(x + at, n) + load(bias + j, n);
+      vf branch = load(a.x + at, n) + load(a.bias + j, n);
       if (dropout.threshold) branch = keep(branch * dropout.scale, bits, j);
-      const vf value = rounded(load(residual + at, n) + branch, z);
-      store(z + at, value, n);
+      const vf value = rounded(load(a.residual + at, n) + branch, a.z);
+      store(a.z + at, value, n);
       store(line + j, value);
       sum += value;
     }
@@ -44,19 +42,20 @@ static void dropout_add_layer_norm(const T* x, const T* bias, const T* residual,
       const vf centred = load(line + j) - mu;
       square += j + W <= width ? centred * centred : (lanes() < splat_i(width - j) ? centred * centred : vf{});
     }
-    const float scale = 1.0f / std::sqrt(total(square) * inverse + eps);
+    const float scale = 1.0f / std::sqrt(total(square) * inverse + a.eps);
     for (int64_t j = 0; j < width; j += W) {
       const int64_t n = width - j;
-      store(y + r * width + j, (load(line + j) - mu) * scale * load(weight + j, n) + load(shift + j, n), n);
+      store(a.y + r * width + j, (load(line + j) - mu) * scale * load(a.weight + j, n) + load(a.shift + j, n), n);
     }
-    mean[r] = mu, rstd[r] = scale;
+    a.mean[r] = mu, a.rstd[r] = scale;
   }
 }
 
 // With xhat = (z - mean) * rstd and g = grad * weight:
 //   dz = rstd * (g - mean(g) - xhat * mean(g * xhat)) + gradient of z; dresidual = dz; dx = dropout'(dz).
 template <class T>
-static void dropout_add_layer_norm_backward(const LayerNormBackward<T>& a, float* sums, int64_t begin, int64_t end) {
+static void dropout_add_layer_norm_backward(const LayerNormGradientRows<T>& a, const Dropout& dropout, float* sums,
+                                            int64_t begin, int64_t end) {
   static thread_local Scratch scratch;
   const int64_t width = a.width, groups = (width + 7) / 8;
   scratch.reset(groups + 8 * W + 256);
@@ -79,7 +78,7 @@ static void dropout_add_layer_norm_backward(const LayerNormBackward<T>& a, float
       store(dshift + j, load(dshift + j, n) + dy, n);
     }
     const float mean_g = total(sum_g) * inverse, mean_gx = total(sum_gx) * inverse;
-    if (a.dropout.threshold) keep_bits(a.dropout, r, 0, groups, bits);
+    if (dropout.threshold) keep_bits(dropout, r, 0, groups, bits);
     for (int64_t j = 0; j < width; j += W) {
       const int64_t n = width - j, at = r * width + j;
       const vf xhat = (load(a.z + at, n) - mu) * scale;
@@ -88,7 +87,7 @@ static void dropout_add_layer_norm_backward(const LayerNormBackward<T>& a, float
       vf dz = (dy * load(a.weight + j, n) - mean_g - xhat * mean_gx) * scale;
       if (of_z) dz += load(of_z + at, n);
       store(a.dresidual + at, dz, n);
-      const vf dx = a.dropout.threshold ? keep(dz * a.dropout.scale, bits, j) : dz;
+      const vf dx = dropout.threshold ? keep(dz * dropout.scale, bits, j) : dz;
       if (a.dx) store(a.dx + at, dx, n);
       store(dbias + j, load(dbias + j, n) + dx, n);
     }

@@ -4,20 +4,9 @@
 #pragma once
 
 #include "common/device.cuh"
-#include "mlm_loss/label.h"
+#include "mlm_loss/arguments.h"
 
 namespace megabert {
-
-template <class T>
-struct LossRows {
-  T* logits;  // [rows, stride], without bias
-  const T* bias;
-  const int64_t* labels;
-  float *loss, *lse;  // [rows]
-  int32_t* correct;
-  int64_t vocab, stride;
-  bool gradient, whole;
-};
 
 struct Smallest {
   __device__ static float of(float a, float b) { return a < b ? a : b; }

@@ -3,25 +3,24 @@
 // not part of the distribution.
 
 template <class T>
-static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* loss, float* lse, int32_t* correct,
-                     float* dbias, bool gradient, int64_t vocab, int64_t stride, int64_t begin, int64_t end) {
+static void mlm_loss(LossRows<T> a, float* dbias, int64_t begin, int64_t end) {
   constexpr int64_t block = 32 * W;
-  if (dbias) memset(dbias, 0, sizeof(float) * stride);
+  if (a.gradient) memset(dbias, 0, sizeof(float) * a.stride);
   for (int64_t r = begin; r < end; ++r) {
-    T* row = logits + r * stride;
-    const int64_t label = labels[r];
-    loss[r] = 0, lse[r] = 0, correct[r] = 0;
+    T* row = a.logits + r * a.stride;
+    const int64_t label = a.labels[r];
+    a.loss[r] = 0, a.lse[r] = 0, a.correct[r] = 0;
     if (label == kIgnore) {
-      if (gradient) memset(row, 0, sizeof(T) * stride);
+      if (a.gradient) memset(row, 0, sizeof(T) * a.stride);
       continue;
     }
     float top = -INFINITY, sum = 0;
-    for (int64_t start = 0; start < vocab; start += block) {
-      const int64_t stop = start + block < vocab ? start + block : vocab;
+    for (int64_t start = 0; start < a.vocab; start += block) {
+      const int64_t stop = start + block < a.vocab ? start + block : a.vocab;
       vf most = splat(-INFINITY);
       for (int64_t j = start; j < stop; j += W) {
         const int64_t n = stop - j;
-        const vf x = load(row + j, n) + load(bias + j, n);
+        const vf x = load(row + j, n) + load(a.bias + j, n);
         most = larger(n >= W ? x : (lanes() < splat_i(n) ? x : most), most);
       }
       const float now = largest(most);
@@ -33,27 +32,27 @@ static void mlm_loss(T* logits, const T* bias, const int64_t* labels, float* los
       const float base = top == -INFINITY ? 0.0f : top;  // all logits so far are -inf, and their exponentials 0
       for (int64_t j = start; j < stop; j += W) {
         const int64_t n = stop - j;
-        const vf e = exp(load(row + j, n) + load(bias + j, n) - base);
+        const vf e = exp(load(row + j, n) + load(a.bias + j, n) - base);
         part += n >= W ? e : (lanes() < splat_i(n) ? e : vf{});
       }
       sum += total(part);
     }
-    const float at_label = load(row + label, 1)[0] + load(bias + label, 1)[0];
-    lse[r] = top + std::log(sum);
-    loss[r] = lse[r] - at_label;
+    const float at_label = load(row + label, 1)[0] + load(a.bias + label, 1)[0];
+    a.lse[r] = top + std::log(sum);
+    a.loss[r] = a.lse[r] - at_label;
     bool first = at_label == top;  // the prediction is the first of the largest, as argmax has it
-    for (int64_t j = 0; first && j < label; ++j) first = load(row + j, 1)[0] + load(bias + j, 1)[0] != top;
-    correct[r] = first;
-    if (!gradient) continue;
+    for (int64_t j = 0; first && j < label; ++j) first = load(row + j, 1)[0] + load(a.bias + j, 1)[0] != top;
+    a.correct[r] = first;
+    if (!a.gradient) continue;
     const float factor = 1.0f / sum;
-    for (int64_t j = 0; j < vocab; j += W) {
-      const int64_t n = vocab - j;
-      vf d = exp(load(row + j, n) + load(bias + j, n) - top) * factor;
+    for (int64_t j = 0; j < a.vocab; j += W) {
+      const int64_t n = a.vocab - j;
+      vf d = exp(load(row + j, n) + load(a.bias + j, n) - top) * factor;
       if (label >= j && label < j + W) d[label - j] -= 1.0f;
       store(row + j, d, n);
-      if (dbias) store(dbias + j, load(dbias + j, n) + d, n);
+      store(dbias + j, load(dbias + j, n) + d, n);
     }
-    memset(row + vocab, 0, sizeof(T) * (stride - vocab));
+    memset(row + a.vocab, 0, sizeof(T) * (a.stride - a.vocab));
   }
 }
 

@@ -103,9 +103,8 @@ extern "C" int attention(const bf16* qkv, const int32_t* start, const int32_t* e
                          int64_t size, int64_t seed, int64_t stream, double p) {
   megabert::Attention<bf16> args{};
   args.qkv = qkv, args.start = start, args.end = end, args.context = context, args.lse = lse;
-  args.batch = batch, args.tokens = tokens, args.heads = heads, args.size = size;
-  args.dropout = megabert::Dropout::make(seed, stream, p);
+  args.tokens = tokens, args.heads = heads, args.size = size;
   args.grad = grad, args.dqkv = dqkv, args.sums = sums;
-  megabert::attention<bf16>(args, {0, batch, 0, heads});
+  megabert::attention<bf16>(args, megabert::Dropout::make(seed, stream, p), {0, batch, 0, heads});
   return emulated::layouts;
 }

@@ -67,10 +67,10 @@ std::string launch_rows(int64_t rows, int64_t width, bool backwards, F f) {
 }
 
 template <class T, int Vectors>
-std::string reduce(bool backwards, const float* partial, const LineSums<T, Vectors>& sums, int64_t lines, int64_t stride,
+std::string reduce(bool backwards, const float* partial, const LineSums<T, Vectors>& sums, int64_t lines,
                    int64_t width) {
   return launch(dim3((Vectors * width + kWarp - 1) / kWarp), dim3(kWarp, kLineThreads), backwards,
-                [&] { reduce_lines<T, Vectors>(partial, sums, lines, stride, width); });
+                [&] { reduce_lines<T, Vectors>(partial, sums, lines, width); });
 }
 
 template <class T>
@@ -139,7 +139,7 @@ const char* activate_backward(int type, bool backwards, bool gate, Pointer grad,
       return launch_columns(width, backwards, [&] { kernel(grad, x, bias, dx, partial, rows, width); });
     });
     const int64_t columns = (1 + gate) * width;
-    return result.empty() ? reduce(backwards, partial, LineSums<T, 1>{{dbias}}, kBlocks, columns, columns) : result;
+    return result.empty() ? reduce(backwards, partial, LineSums<T, 1>{{dbias}}, kBlocks, columns) : result;
   });
 }
 
@@ -188,7 +188,7 @@ const char* layer_norm_backward(int type, bool backwards, Pointer grad, Pointer 
       });
     });
     const LineSums<T, 3> sums{{dbias, dweight, dshift}};
-    return result.empty() ? reduce(backwards, partial, sums, kBlocks, 3 * width, width) : result;
+    return result.empty() ? reduce(backwards, partial, sums, kBlocks, width) : result;
   });
 }
 
@@ -204,7 +204,7 @@ const char* mlm_loss(int type, bool backwards, Pointer logits, Pointer bias, Poi
     std::string result = launch(rows, threads, backwards, [&] { mlm_loss_rows<T, threads>(a); });
     if (result.empty())
       result = launch_columns(stride, backwards, [&] { column_sums<T>(a.logits, partial, rows, stride, whole); });
-    if (result.empty()) result = reduce(backwards, partial, LineSums<T, 1>{{dbias}}, kBlocks, stride, stride);
+    if (result.empty()) result = reduce(backwards, partial, LineSums<T, 1>{{dbias}}, kBlocks, stride);
     if (result.empty())
       result = launch(1, kTotalThreads, backwards,
                       [&] { loss_totals(loss, correct, labels, rows, total, hits, predictions); });
@@ -233,7 +233,7 @@ const char* attention_backward(int, bool backwards, Pointer grad, Pointer qkv, P
   const auto kernel = [&] { attention_gradient<T>(a, dropout_of(stream, p), seed); };
   const std::string result = launch(batch * heads, kAttentionThreads, backwards, kernel, (bytes + 15) / 16 * 16);
   const int64_t width = 3 * heads * size;
-  return message_of(result.empty() ? reduce(backwards, sums, LineSums<T, 1>{{dbias}}, batch, width, width) : result);
+  return message_of(result.empty() ? reduce(backwards, sums, LineSums<T, 1>{{dbias}}, batch, width) : result);
 }
 
 // Kernels that are wrong on purpose: what the harness must notice.
