@@ -177,13 +177,6 @@ __device__ inline float reduce_row(float x, float* shared) {
   return x;
 }
 
-// The factors of 8 columns: 0 if dropped, else the inverse of the kept share.
-__device__ inline void dropout_factors(const Dropout& dropout, uint64_t row, int64_t group, float (&factor)[kGroup]) {
-  const Philox random = dropout.draw(row, static_cast<uint32_t>(group));
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) factor[i] = dropout.keeps(random, i) ? dropout.scale : 0.0f;
-}
-
 // Dropout of 8 columns in place; dropped values are zero, also NaN.
 __device__ inline void drop(const Dropout& dropout, uint64_t row, int64_t group, float (&x)[kGroup]) {
   const Philox random = dropout.draw(row, static_cast<uint32_t>(group));

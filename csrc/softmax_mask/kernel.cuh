@@ -70,10 +70,7 @@ __global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 512 / RowSha
     for (int i = 0; i < kGroup; ++i) x[g][i] *= inverse;
     if (dropout.threshold) {
       store_group(probs + row * a.keys, column, a.keys, whole, x[g]);
-      float factor[kGroup];
-      dropout_factors(dropout, row, column / kGroup, factor);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) x[g][i] *= factor[i];
+      drop(dropout, row, column / kGroup, x[g]);
     }
     store_group(out + row * a.keys, column, a.keys, whole, x[g]);
   }
@@ -96,12 +93,7 @@ __global__ void __launch_bounds__(RowShape<Threads, Groups>::block, 512 / RowSha
     if (column >= keys) continue;
     load_group(grad + row * keys, column, keys, whole, d[g]);
     load_group(probs + row * keys, column, keys, whole, p[g]);
-    if (dropout.threshold) {
-      float factor[kGroup];
-      dropout_factors(dropout, row, column / kGroup, factor);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) d[g][i] *= factor[i];
-    }
+    if (dropout.threshold) drop(dropout, row, column / kGroup, d[g]);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) dot += d[g][i] * p[g][i];
   }

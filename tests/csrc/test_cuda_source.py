@@ -116,6 +116,19 @@ def test_softmax_mask(kernels, shape, kind, p, dtype) -> None:
     assert (out == 0)[(keep == 0).expand(shape)].all() and (out == 0)[~allowed.expand(shape)].all()
 
 
+def test_softmax_mask_reads_no_dropped_gradient(kernels: Kernels) -> None:
+    shape, p = (1, 1, 4, 24), 0.3
+    probs, drop = torch.full(shape, 1 / 24), (4, STREAM, p, SEEDS)
+    kept = reference.keep_mask(SEED, STREAM, shape, p).bool()
+    found = [
+        kernels.run(
+            "softmax_mask_backward", FP32, torch.where(kept, 1.0, dropped), probs, Result(probs), 24, SCALE, *drop
+        )[0]
+        for dropped in (0.0, torch.inf)
+    ]
+    assert found[1].isfinite().all() and found[1].equal(found[0])
+
+
 def test_softmax_mask_with_wrong_bounds_is_nan_and_touches_nothing(kernels: Kernels) -> None:
     shape = (1, 1, 4, 24)
     start, end = torch.tensor([[0, -1, 25, 3]]).int(), torch.tensor([[24, 5, 30, 25]]).int()
