@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from data_prep.common.errors import BadInput
 from data_prep.readers import streams
 from data_prep.readers.lines import split_text
 from data_prep.readers.streams import NO_FIELD, NULL, SPACE, Slice, Stream
-from megabert.common.tables import TWICE, field_names, find, join
+from megabert.common.tables import field_names, find, join, mark_twice
 
 TOKEN = re.compile(rb'\\.|["{}\[\],]', re.DOTALL)
 
@@ -140,10 +139,7 @@ def _may_repeat(record: bytes, text_field: str) -> bool:
 def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, with TWICE for each name that several fields have."""
     found = dict(fields)
-    if len(found) < len(fields):
-        names = Counter(name for name, _ in fields)
-        found |= {name: TWICE for name, count in names.items() if count > 1}
-    return found
+    return found if len(found) == len(fields) else found | mark_twice([name for name, _ in fields])
 
 
 def _joined(value: Any) -> str | None:

@@ -158,7 +158,7 @@ def _records(
     names = [name.strip() for name in top[1]]
     of_pandas = len(names) > 1 and names == list(map(str, range(len(names))))  # of a frame without names
     headed = header is None or not header.isdisjoint(names) or of_pandas
-    twice = _twice(names) if headed else {}
+    twice = mark_twice(names) if headed else {}
     for number, row in table if headed else chain([top], table):
         if not headed and (ragged or row is top[1]):
             names = list(map(str, range(len(row))))
@@ -169,8 +169,8 @@ def _records(
         yield f"{path}, line {number}", record
 
 
-def _twice(names: Sequence[str]) -> dict[str, Any]:
-    """TWICE for each name that several columns have."""
+def mark_twice(names: Sequence[str]) -> dict[str, Any]:
+    """TWICE for each name that several columns or fields have."""
     return {name: TWICE for name, count in Counter(names).items() if count > 1}
 
 
@@ -302,7 +302,7 @@ def _arrow_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             row, table = batch
             table.validate(full=True)
             classes = _class_names(table.schema)
-            twice = _twice(table.schema.names)
+            twice = mark_twice(table.schema.names)
             kept = [i for i, name in enumerate(table.schema.names) if name not in twice]
             records = [record | twice for record in table.select(kept).to_pylist()]
         for number, record in enumerate(records, row):

@@ -89,7 +89,7 @@ class SentenceScorer:
         labels = torch.from_numpy(np.concatenate(tokens)).long().to(self.device)  # (N)
         copies = sentences
         if not self.causal:
-            copies = [copy for span in job for copy in self._masked(encoded[span.sentence], span)]
+            copies = [copy for ids, span in zip(sentences, job, strict=True) for copy in self._masked(ids, span)]
         packed = self._pack(copies, [len(ids) for ids in copies], causal=self.causal)
         # a causal model predicts a token at the position before it
         at += np.repeat(packed.starts, counts) - 1 if self.causal else packed.starts
