@@ -137,12 +137,12 @@ FINETUNED = {(task, model): [
 
 Row = tuple[str, str, Sequence[Pair]]  # label, peer, pairs whose figures share a cell
 README: Sequence[Row] = (
-    ("minutes to the lowest held-out loss of three tuned ModernBERTs: in 30 minutes of two cores; in 20 of one",
-        "Hugging Face, plain loop", MODERN),
-    ("training step of BERT-BASE, length 128, real tokens/s: bf16 with AVX-512; fp32 with AVX2", "Hugging Face", STEPS[:3:2]),
-    ("loader with dynamic masking, rows/s on one core: batches of 32; 2,048", "Hugging Face's collator", LOADER),
-    ("text to shards, MB/s on one core, the same WordPiece vocabulary", "`tokenizers`; `tokie`", SHARDS),
-    ("fine-tuning a BERT-Mini on WNUT-17, the least favourable of three tasks: seconds a run; F1, %", "Hugging Face's Trainer",
+    ("minutes to the lowest held-out loss of three tuned ModernBERTs: 30 minutes of two cores; 20 of one",
+        "Hugging Face", MODERN),
+    ("tokens/s of BERT-BASE's step, length 128: bf16, AVX-512; fp32, AVX2", "Hugging Face", STEPS[:3:2]),
+    ("rows/s of the loader, masking included, one core: batches of 32; 2,048", "Hugging Face's collator", LOADER),
+    ("MB/s from text to shards, one core, one WordPiece vocabulary", "`tokenizers`; `tokie`", SHARDS),
+    ("fine-tuning BERT-Mini on WNUT-17, the worst of three tasks: seconds; F1, %", "Hugging Face's Trainer",
         FINETUNED["WNUT-17", "bert"][::-1]),
 )  # fmt: skip
 PEERS: Sequence[Row] = (

@@ -1,8 +1,6 @@
-"""A training loop with the project's shards, loader and model and torch's AdamW; one process, without DeepSpeed.
+"""python examples/train_loop.py data/seq128 [UPDATES]: the project's shards, loader and model under torch's AdamW.
 
-python examples/train_loop.py data/seq128 [UPDATES]
-
-It has no multi-rank training, checkpoints, resuming or evaluation; for these use megabert/train.py.
+One process, no checkpoints: for these use megabert/train.py.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def main(folder: str, updates: int = 100) -> float:
     loss = torch.zeros(())
     for step, update in zip(range(updates), loader, strict=False):
         loss = torch.zeros((), device=device)
-        # micro-batches: sums over predictions and pairs, divided by the counts of the whole update, so gradients add up
+        # sums over predictions and pairs by the counts of the whole update: gradients of micro-batches add up
         for batch in update.batches:
             output = model(**batch.to(device).inputs())
             share = output.mlm_loss_sum / max(1, update.predictions) + output.nsp_loss_sum / max(1, update.nsp_pairs)
