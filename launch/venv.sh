@@ -7,6 +7,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
+export PIP_USER=0 # pip's own settings may name another place than $VENV
+unset PIP_TARGET PIP_PREFIX
 
 fail() {
   echo "error: $*" >&2
