@@ -136,8 +136,8 @@ def entity_tallies(reported: Path, predictions: Path) -> list[Tally]:
 
 CASES = (
     TaskCase("SST-2", "--task sst2 --epochs 4 --batch 64", "accuracy", partial(tables, "sst2"), label_tallies),
-    TaskCase("RTE", "--task rte --epochs 8", "accuracy", partial(tables, "rte"), label_tallies),
-    TaskCase("WNUT-17", "--kind tag --epochs 8", "f1", sentences, entity_tallies),
+    TaskCase("RTE", "--task rte --epochs 8 --batch 32", "accuracy", partial(tables, "rte"), label_tallies),
+    TaskCase("WNUT-17", "--kind tag --epochs 8 --batch 32", "f1", sentences, entity_tallies),
 )
 
 
@@ -179,8 +179,9 @@ def finetune(
     output = args.work / f"{case.name}-{side.name}".replace(" ", "-").replace(",", "").lower()
     # a number of seeds: those before are finished
     command = [sys.executable, "-m", *side.module, "--model", str(side.start), "--lr", args.lr, "--seeds", str(seed)]
-    command += ["--batch", str(args.batch), *case.options.split(), *side.options]
-    command += ["--epochs", str(args.epochs)] if args.epochs else []
+    command += [*case.options.split(), *side.options]
+    for name in ("epochs", "batch"):
+        command += [f"--{name}", str(given)] if (given := getattr(args, name)) else []
     command += ["--train", str(files.train), "--dev", str(files.chosen_on), "--test", str(files.reported)]
     command += ["--output", str(output)]
     folder, made = output / f"seed{seed}", {"command": hardware.shown(command), "start_sha256": side.weights}
@@ -288,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--rows", type=int, default=20_000, help="most training rows of a table, or sentences of words")
     add("--epochs", type=int, default=0, help="of all tasks; 0: the task's")
     add("--lr", default="3e-4")
-    add("--batch", type=int, default=32)
+    add("--batch", type=int, default=0, help="of all tasks; 0: the task's")
     add("--threads", type=int, default=hardware.cores(), help="threads of a run")
     args = parser.parse(argv)
     if len(dict(args.models)) < len(args.models):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     """`stand_in(arguments of main)`: the sides of the runs it started, in order. A run leaves the predictions of CORRECT."""
     (tmp_path / "dev.tsv").write_text("label\tsentence\n1\ta\n0\tb\n")
     files = bench.TaskFiles(Path("a"), Path("b"), tmp_path / "dev.tsv")
-    case = bench.TaskCase("SST-2", "--task sst2", "accuracy", lambda *_: files, bench.label_tallies)
+    case = bench.TaskCase("SST-2", "--task sst2 --batch 64", "accuracy", lambda *_: files, bench.label_tallies)
     monkeypatch.setattr(bench, "CASES", (case,))
     about = {"model.dropout": 0.25}
     monkeypatch.setattr(bench, "described", lambda path: about | {"weights_sha256": f"weights of {path}"})
@@ -87,7 +88,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     def call(command: list[str], threads: int, log: Path) -> None:
         output, seed = Path(command[command.index("--output") + 1]), int(command[command.index("--seeds") + 1])
         side = output.name.removeprefix("sst-2-")
-        started.append(f"{side} {seed}")
+        batch = [value for option, value in pairwise(command) if option == "--batch"][-1]  # the last one counts
+        started.append(f"{side} {seed}" if batch == "64" else f"{side} {seed} {batch}")
         peer = side == "ours-trainer"
         assert ("benchmarks.peers.hf_finetune" in command, "export of x" in command) == (peer, peer)
         assert ("--from-scratch" in command) == (side == "random-weights") and threads == 1
@@ -132,6 +134,8 @@ def test_finished_runs_are_kept_and_checked(stand_in: Callable[..., list[str]], 
     (tmp_path / "work/sst-2-ours/seed2").mkdir()
     assert stand_in(*given, "2") == ["ours-trainer 1", "ours 2", "ours-trainer 2"]
     assert stand_in(*given, "2") == []
+    with pytest.raises(ValueError, match="is a run of command"):
+        stand_in(*given, "2", "--batch", "8")
     (result,) = json.loads((tmp_path / "out.json").read_text())["tasks"].values()
     assert {name: gain["gain"] for name, gain in result["gains"].items()} == {"ours, Trainer": 0.75}
     assert [run["seed"] for run in result["rows"]["ours, Trainer"]["runs"]] == [1, 2]
@@ -141,3 +145,7 @@ def test_finished_runs_are_kept_and_checked(stand_in: Callable[..., list[str]], 
     (tmp_path / "work/sst-2-ours/seed1/predictions-test.tsv").write_text("index\tprediction\n0\t1\n1\t1\n")
     with pytest.raises(ValueError, match=r"its run scores 1.0, its predictions 0.5"):
         stand_in(*given, "2")
+
+
+def test_batch_given_is_that_of_every_task(stand_in: Callable[..., list[str]]) -> None:
+    assert stand_in("--models", "ours=x", "--seeds", "1", "--batch", "8") == ["ours 1 8", "random-weights 1 8"]
