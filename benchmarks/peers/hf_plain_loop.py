@@ -138,6 +138,7 @@ def train(
     optimizer = optimizer_of(model, recipe)
     draw, collate = torch.Generator().manual_seed(recipe.seed), collator(tokenizer.vocab_size, recipe.masking)
     how: dict[str, Any] = {"batch_size": recipe.batch, "shuffle": True, "drop_last": True, "generator": draw}
+    how["pin_memory"] = where.type == "cuda"  # as the Trainer
     # endless batches, in a new order each epoch
     stream = chain.from_iterable(repeat(DataLoader(Sequences(Dataset(dataset)), collate_fn=collate, **how)))
     seconds, due, step, tokens = 0.0, 0.0, 0, 0
@@ -152,7 +153,7 @@ def train(
         started = time.perf_counter()
         batch = next(stream)
         real = int(batch["attention_mask"].sum())
-        batch = {name: value.to(where) for name, value in batch.items()}
+        batch = {name: value.to(where, non_blocking=True) for name, value in batch.items()}
         for group in optimizer.param_groups:
             group["lr"] = max(rate(recipe, used), recipe.lr * 1e-3)  # the rate of the first step is above 0
         with torch.autocast(where.type, dtype, enabled=dtype != torch.float32):

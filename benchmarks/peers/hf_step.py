@@ -42,7 +42,8 @@ class HuggingFaceStep:
         losses = []
         for batch in batches:
             with self.autocast:
-                loss = self.module(**{name: t.to(self.device) for name, t in batch.items()}).loss / len(batches)
+                inputs = {name: t.to(self.device, non_blocking=True) for name, t in batch.items()}
+                loss = self.module(**inputs).loss / len(batches)
             loss.backward()
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
@@ -52,7 +53,8 @@ class HuggingFaceStep:
 
 
 def padded(update: Update, width: int) -> list[dict[str, torch.Tensor]]:
-    """The sequences of an update, one padded sequence a row, in as many micro-batches, with the same masks and labels."""
+    """The sequences of an update, one padded sequence a row, in as many micro-batches, with the same masks and labels; in pinned memory
+    where the update is."""
     rows: list[dict[str, torch.Tensor]] = []
     for b in update.batches:
         labels, used = torch.full((b.input_ids.numel(),), -100), b.mlm_labels >= 0
@@ -67,4 +69,7 @@ def padded(update: Update, width: int) -> list[dict[str, torch.Tensor]]:
             }
             rows.append(row | {"next_sentence_label": b.nsp_labels[r, s]})
     parts = np.array_split(np.arange(len(rows)), len(update.batches))
-    return [{name: torch.stack([rows[j][name] for j in part]) for name in rows[0]} for part in parts]
+    made = [{name: torch.stack([rows[j][name] for j in part]) for name in rows[0]} for part in parts]
+    if not update.batches[0].input_ids.is_pinned():
+        return made
+    return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in made]

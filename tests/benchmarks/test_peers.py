@@ -92,6 +92,17 @@ def test_scorer_gives_modernberts_own_loss(window: int) -> None:
     assert found["accuracy"] == pytest.approx(correct / count, abs=1e-4)
 
 
+def test_padded_batches_are_pinned_where_ours_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, pinned = Dataset(GOLDEN), list[torch.Tensor]()
+    cfg = Config(model=modern(vocab_size=2000, max_positions=64), eval=EvalConfig(rows=8))
+    made = next(iter(evaluation.fixed_batches(data, Tokenizer.load(data.tokenizer_path), cfg)))
+    padded(Update(0, 0, [made]), 64)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    (batch,) = padded(Update(0, 0, [made]), 64)
+    assert {id(tensor) for tensor in batch.values()} == set(map(id, pinned)) and len(pinned) == 5
+
+
 def test_budget_is_tokens_where_they_are_given() -> None:
     minutes, tokens = loop.PeerRecipe(minutes=2, batch=1), loop.PeerRecipe(minutes=0, batch=1, tokens=1000)
     assert loop.budget_used(minutes, 60.0, 10**9) == 0.5 and loop.budget_used(minutes, 999.0, 0) == 1.0
