@@ -163,13 +163,14 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
 
 
 class Telemetry:
-    """Clocks, power and temperature of the first GPU while an item runs, read by nvidia-smi."""
+    """Clocks, power and temperature of the GPU of the items while one runs, read by nvidia-smi."""
 
     FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "telemetry"
-        command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(self.FIELDS)}", "--format=csv,noheader,nounits"]
+        device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+        command = ["nvidia-smi", "-i", device, f"--query-gpu={','.join(self.FIELDS)}", "--format=csv,noheader,nounits"]
         self.process: subprocess.Popen[bytes] | None = None
         if shutil.which("nvidia-smi"):
             with self.file.open("w") as file:
@@ -307,7 +308,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="gpu_site_") as site:
         setup = {"wheels": pack.unpack_wheels(args.pack, Path(site))}
-        env = hardware.clone_environment()
+        env = hardware.clone_environment(CUDA_DEVICE_ORDER="PCI_BUS_ID")  # nvidia-smi's
         env["PYTHONPATH"] = os.pathsep.join([site, env["PYTHONPATH"]])
         if args.device == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""

@@ -7,15 +7,17 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megabert.common.environment import match_in
 
 Call = Callable[[], object]
+Found = TypeVar("Found")
 
 
 class Memory:
@@ -69,9 +71,9 @@ def order_of(names: Iterable[str], number: int) -> list[str]:
     return list(names)[:: 1 if number % 2 else -1]
 
 
-def take_turns(sides: Iterable[str], rounds: int, measure: Callable[[str], float]) -> dict[str, list[float]]:
+def take_turns(sides: Iterable[str], rounds: int, measure: Callable[[str], Found]) -> dict[str, list[Found]]:
     """What `measure` finds for each side in each round."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    found: dict[str, list[Found]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in order_of(found, number):
             found[name].append(measure(name))
@@ -93,7 +95,7 @@ def kernel_times(
 
     On CUDA as many calls as take about a millisecond are in a CUDA graph, and its replays are timed by events, which measures the
     kernels and the gaps between them. Raises CaptureFailed for a call that cannot be captured because it waits for the device; its
-    wall-clock time would measure Python. On the CPU a time is over enough calls to take `seconds`, and sides alternate.
+    wall-clock time would measure Python. On the CPU a time is over enough calls to take `seconds`. On both sides alternate.
     """
     if device.type != "cuda":
         counts = {}
@@ -101,16 +103,22 @@ def kernel_times(
             seconds_of(side, device, 2)  # warm-up of kernels and memory
             counts[name] = max(1, round(seconds / max(seconds_of(side, device), 1e-6)))
         return take_turns(sides, rounds, lambda name: seconds_of(sides[name], device, counts[name]))
-    times = {}
-    for name, side in sides.items():
+    graphs: dict[str, Callable[[], list[float]]] = {}
+
+    def replay(name: str) -> list[float]:
         try:
-            once = statistics.median(_replays(side, calls=1, replays=5))
-            calls = max(1, min(100, round(1e-3 / max(once, 1e-7))))
-            replays = max(rounds, min(200, round(seconds / (calls * once))))
-            times[name] = _replays(side, calls, replays)
+            if name not in graphs:
+                once = statistics.median(_capture(sides[name], 1)(5))
+                calls = max(1, min(100, round(1e-3 / max(once, 1e-7))))
+                a_round = max(1, round(min(200, seconds / (calls * once)) / rounds))
+                graphs[name] = partial(_capture(sides[name], calls), a_round)
+            return graphs[name]()
         except Exception as error:
             raise CaptureFailed(name, error) from error
-    return times
+
+    for name in sides:  # captured in this order; the times of this round do not count
+        replay(name)
+    return {name: list(chain(*times)) for name, times in take_turns(sides, rounds, replay).items()}
 
 
 def copy_bandwidth(device: torch.device, elements: int) -> float:
@@ -121,8 +129,8 @@ def copy_bandwidth(device: torch.device, elements: int) -> float:
     return 2 * source.numel() * source.element_size() / min(times)
 
 
-def _replays(call: Call, calls: int, replays: int) -> list[float]:
-    """Seconds of one of `calls` calls in each of `replays` replays of their graph."""
+def _capture(call: Call, calls: int) -> Callable[[int], list[float]]:
+    """A graph of so many calls, as a function of a number of replays: seconds of one call in each of them."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # warm-up: kernels and workspaces of libraries are set up outside the graph
@@ -133,15 +141,19 @@ def _replays(call: Call, calls: int, replays: int) -> list[float]:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+
+    def replay(replays: int) -> list[float]:
         graph.replay()
-        mark.record()
-    torch.rand(1, device="cuda")  # raises if the capture has made the generator unusable
-    torch.cuda.synchronize()
-    return [first.elapsed_time(last) / 1e3 / calls for first, last in pairwise(marks)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            graph.replay()
+            mark.record()
+        torch.rand(1, device="cuda")  # raises if the capture has made the generator unusable
+        torch.cuda.synchronize()
+        return [first.elapsed_time(last) / 1e3 / calls for first, last in pairwise(marks)]
+
+    return replay
 
 
 def costliest_kernels(call: Call, device: torch.device, flops: Mapping[str, float]) -> list[dict[str, Any]]:

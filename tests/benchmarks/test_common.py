@@ -11,6 +11,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -76,7 +77,7 @@ class Cuda:
     """Streams, graphs and events over a clock that only work moves."""
 
     def __init__(self, kernel: float) -> None:
-        self.kernel, self.clock, self.captured, self.graphs = kernel, 0.0, None, []
+        self.kernel, self.clock, self.captured, self.graphs, self.replayed = kernel, 0.0, None, [], []
 
     def call(self) -> None:
         if self.captured is None:
@@ -86,7 +87,13 @@ class Cuda:
 
     def CUDAGraph(self) -> Any:
         made = types.SimpleNamespace(calls=0)
-        made.replay = lambda: setattr(self, "clock", self.clock + made.calls * self.kernel + OVERHEAD)
+        number = len(self.graphs)
+
+        def replay() -> None:
+            self.clock += made.calls * self.kernel + OVERHEAD
+            self.replayed.append(number)
+
+        made.replay = replay
         self.graphs.append(made)
         return made
 
@@ -133,6 +140,13 @@ def test_a_kernel_is_timed_without_its_launch(cuda: Cuda, calls: int) -> None:
     assert 5 <= len(times) <= 200
     # neither Python's launches nor the gaps between replays
     assert all(cuda.kernel <= seconds <= cuda.kernel * 1.05 for seconds in times), times
+
+
+def test_sides_alternate_on_a_gpu(cuda: Cuda) -> None:
+    times = measure.kernel_times({"a": cuda.call, "b": cuda.call}, torch.device("cuda"), rounds=3)
+    assert len(times["a"]) == len(times["b"]) >= 3
+    # each captured twice, and warmed up
+    assert [number for number, _ in groupby(cuda.replayed)] == [0, 1, 2, 3, 1, 3, 1]
 
 
 def as_a_script(script: str, output: str) -> None:

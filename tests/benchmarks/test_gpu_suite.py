@@ -52,16 +52,18 @@ def test_an_item_that_crashes_or_hangs_is_one_failed_result() -> None:
 def test_what_an_item_leaves_behind_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detached process that still writes into the item's folder, and an nvidia-smi that does not end when asked."""
     script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\ntrap '' TERM\necho '1980, 3201, 650.5, 60, [N/A]'\nsleep 60\n")
+    script.write_text("#!/bin/sh\ntrap '' TERM\necho \"198$2, 3201, 650.5, 60, [N/A]\"\nsleep 60\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     write = "import pathlib, sys, time\nend = time.monotonic() + 5\nwhile time.monotonic() < end: "
     write += "pathlib.Path(sys.argv[1], str(time.monotonic_ns())).touch()"
     code = "import os, subprocess, sys, time\nfolder = os.path.dirname(sys.argv[-1])\n"
     code += f"subprocess.Popen([sys.executable, '-c', {write!r}, folder], start_new_session=True); time.sleep(1)"
     done = run(code)
     assert done["state"] == "done" and done["seconds"] < 10
-    assert done["telemetry"]["clocks.sm"] == [1980] * 3 and "memory.used" not in done["telemetry"]
+    assert done["telemetry"]["clocks.sm"] == [1983] * 3, "of the device that the items run on"
+    assert "memory.used" not in done["telemetry"]
 
 
 LINES = """
