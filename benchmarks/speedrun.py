@@ -73,8 +73,9 @@ def compare(args: argparse.Namespace, entries: list[Entry], kept: Records) -> No
     peer = max(peers, key=lambda entry: records.mean(entry, "tokens"))
     kept.comparisons = records.comparisons(entries, peer)
     for row in kept.comparisons:
-        taken = f"{row['taken']:,.0f} against {row['peer_taken']:,.0f}"
-        print(f"{row['ours']}, seed {row['seed']}: {row['what']} of {row['peer']}: {taken}, ratio {row['ratio']:.2f}")
+        taken, ratio = (f"{row['taken']:,.0f}", f"{row['ratio']:.2f}") if row["taken"] else ("never", "none")
+        taken += f" against {row['peer_taken']:,.0f}"
+        print(f"{row['ours']}, seed {row['seed']}: {row['what']} of {row['peer']}: {taken}, ratio {ratio}")
     if not args.show:
         kept.write()
 

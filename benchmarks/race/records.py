@@ -178,7 +178,8 @@ def reached(curve: Sequence[Mapping[str, float]], bits: float, what: str) -> flo
 
 def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
     """Seconds of training and tokens of the entries until the last bits a byte of the peer's curves, the mean over its seeds; `ratio` is
-    the peer's over theirs, above 1 is better. The quotient of the two ratios is that of throughput."""
+    the peer's over theirs, above 1 is better; None for a curve that ends above those bits. The quotient of the two ratios is that of
+    throughput."""
     ends = [run["curve"][-1] for run in peer["seeds"].values()]
     end = {name: statistics.fmean(point[name] for point in ends) for name in ("bits", "seconds", "tokens")}
     rows = []
@@ -186,9 +187,9 @@ def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
         for seed, run in entry["seeds"].items() if entry is not peer else ():
             sides = {"ours": entry["recipe"], "peer": peer["recipe"], "seed": seed}
             for what in ("seconds", "tokens"):
-                if taken := reached(run["curve"], end["bits"], what):
-                    figures = {"taken": taken, "peer_taken": end[what], "ratio": end[what] / taken}
-                    rows.append(sides | {"what": f"{what} to the peer's loss"} | figures)
+                taken = reached(run["curve"], end["bits"], what)
+                figures = {"taken": taken, "peer_taken": end[what], "ratio": end[what] / taken if taken else None}
+                rows.append(sides | {"what": f"{what} to the peer's loss"} | figures)
     return rows
 
 

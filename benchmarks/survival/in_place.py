@@ -309,7 +309,8 @@ def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[st
             jobs += train_disturbed(case, hosts, data, run, server, f"{seed}-{runs}", min(A_RUN, kills - done))
             starts = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
             exact = min((start["step"] for start in starts if start["ranks"] < case.world), default=None)
-            differ += [f"{case.name}, run {runs}: {line}" for line in differences(whole, run, steps, exact)]
+            unread = [f"the log's last update is {jobs[-1].last}, not {steps}"] * (jobs[-1].last != steps)
+            differ += [f"{case.name}, run {runs}: {line}" for line in unread + differences(whole, run, steps, exact)]
             runs += 1
     except KeyboardInterrupt:
         print(f"interrupted after {runs} runs", flush=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -30,6 +32,18 @@ def test_each_side_runs_at_its_best_batch() -> None:
     assert (theirs, ours) == (figures["peer"]["batch"], figures["ours"]["batch"]) == (8, 512)
     assert 2 < figures["ratio"] < 6 and len(figures["ours"]["seconds"]) == 3
     assert bench.ratio({"peer": [4.0, 9.0, 8.0], "ours": [2.0, 1.0, 4.0]}) == 2
+
+
+@pytest.mark.parametrize("vectors", [1.001, float("nan")])
+def test_other_vectors_end_the_benchmark(vectors: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, names in ((bench.hf_predict, ("encoder", "classifier")), (bench, ("our_vectors", "our_labels"))):
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_: None)
+    found = iter([({}, np.ones((1, 1)), np.full((1, 1), vectors)), ({}, [{"score": 1.0, "label": "no"}], ["no"])])
+    monkeypatch.setattr(bench, "compare", lambda *_: next(found))
+    monkeypatch.setattr(bench, "our_probabilities", lambda *_: np.ones(1))
+    with pytest.raises(ValueError, match="are not the peer's"):
+        bench.measure((Path(), Path(), Path()), ["text"], Path(), rounds=1)
 
 
 @pytest.mark.slow

@@ -202,7 +202,8 @@ def test_time_and_tokens_to_the_peers_loss() -> None:
     fast = entry("fast", (0, 0, 10.0), (150, 500, 7.0), (200, 600, 8.0), (400, 1400, 4.0))
     found = [(c["what"].split()[0], c["taken"], c["ratio"]) for c in records.comparisons([fast, peer], peer)]
     assert found == [("seconds", 300.0, 2.0), ("tokens", 1000.0, 1.0)]
-    assert records.comparisons([entry("slow", (0, 0, 10.0), (900, 9000, 6.1))], peer) == []
+    never = records.comparisons([entry("slow", (0, 0, 10.0), (900, 9000, 6.1))], peer)
+    assert [(c["taken"], c["ratio"]) for c in never] == [(None, None)] * 2, "left out it would not count"
 
 
 def test_a_record_needs_a_gain_that_is_no_chance() -> None:
