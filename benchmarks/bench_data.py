@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 import numpy as np
 import torch
 
@@ -116,20 +115,16 @@ def rows_per_second(step: Step) -> float:
     return calls * rows / passed
 
 
-def measure(
-    dataset: Dataset, vocabulary: MaskingVocabulary, rows: int, sizes: list[int], scratch: Path
-) -> dict[str, Any]:
+def measure(dataset: Dataset, vocab: MaskingVocabulary, rows: int, sizes: list[int], scratch: Path) -> dict[str, Any]:
     """All sides at all batch sizes, alternately; comparisons are between equal sizes."""
-    cases: dict[str, Step] = {}
-    # (ours, peer)
-    equal: list[tuple[str, str]] = []
+    cases, equal = dict[str, Step](), list[tuple[str, str]]()  # equal: (ours, peer)
     for size in sizes:
         mine, peer = f"ours, updates of {size} rows", f"{COLLATOR}, batches of {size} rows"
         cases[peer] = hugging_face(dataset, rows, size)
         equal.append((mine, peer))
-        cases[mine] = ours(dataset, vocabulary, size, MaskingConfig(strategy="token"))
-        cases[f"by word, updates of {size} rows"] = ours(dataset, vocabulary, size, MaskingConfig(strategy="word"))
-        cases[f"by span, updates of {size} rows"] = ours(dataset, vocabulary, size, MaskingConfig(strategy="span"))
+        cases[mine] = ours(dataset, vocab, size, MaskingConfig(strategy="token"))
+        cases[f"by word, updates of {size} rows"] = ours(dataset, vocab, size, MaskingConfig(strategy="word"))
+        cases[f"by span, updates of {size} rows"] = ours(dataset, vocab, size, MaskingConfig(strategy="span"))
     cases[READER] = one_row_a_sample(dataset, rows, scratch / "rows.tar")
     equal += [(mine, READER) for mine, _ in equal]
     for call, _ in cases.values():

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 import numpy as np
 
 from benchmarks.common import hardware
@@ -40,18 +39,14 @@ from benchmarks.race.records import circumstances
 from megabert.common.files import write_atomically
 
 RANDOM = "random weights"
-# one in this many members of a training file is used to choose the best weights
-EVERY = 10
+EVERY = 10  # one in this many members of a training file is used to choose the best weights
 OURS, PEER = ("megabert", "finetune"), ("benchmarks.peers.hf_finetune",)
-# options of both sides with --peer
-FP32 = ("--precision", "fp32")
-# file of a finished run in its folder
-KEPT = "benchmark.json"
+FP32 = ("--precision", "fp32")  # options of both sides with --peer
+KEPT = "benchmark.json"  # file of a finished run in its folder
 DRAWS, MIDDLE = 10_000, 0.95
-# largest difference between a run's score and that computed here from its predictions
-NEAR = 1e-6
-# terms of an item in numerator and denominator of a metric that is a ratio of sums
-Tally = tuple[float, float]
+NEAR = 1e-6  # largest difference between a run's score and that computed here from its predictions
+Tally = tuple[float, float]  # terms of an item in numerator and denominator of a metric that is a ratio of sums
+Run = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -77,8 +72,7 @@ class TaskCase:
 
 @dataclass(frozen=True)
 class Side:
-    """A start, the SHA-256 of its weights, and the Python module and options that fine-tune it; `against`: the side it is compared
-    with."""
+    """A start, the SHA-256 of its weights, the Python module and options that fine-tune it; `against`: the side it is compared with."""
 
     name: str
     start: Path
@@ -88,16 +82,14 @@ class Side:
     against: str = ""
 
 
-def split_file(
-    reported: Path, scratch: Path, name: str, members: Sequence[str], most: int, between: str, head: str = ""
-) -> TaskFiles:
-    """Files of `members` after a head, `between` them: every 10th to choose on, and at most so many others to train on."""
-    train = [member for n, member in enumerate(members) if n % EVERY]
+def split_file(reported: Path, to: Path, name: str, items: list[str], most: int, gap: str, head: str = "") -> TaskFiles:
+    """Files in `to` of `items` after a head, with gaps: every 10th to choose on, and at most so many others to train on."""
+    train = [item for n, item in enumerate(items) if n % EVERY]
     if len(train) > most:
         train = random.Random(0).sample(train, most)
-    paths = [scratch / f"{name}-{part}{reported.suffix}" for part in (f"train-{len(train)}", "chosen-on")]
-    for path, chosen in zip(paths, (train, members[::EVERY]), strict=True):
-        path.write_text(head + between.join(chosen) + "\n", encoding="utf-8")
+    paths = [to / f"{name}-{part}{reported.suffix}" for part in (f"train-{len(train)}", "chosen-on")]
+    for path, chosen in zip(paths, (train, items[::EVERY]), strict=True):
+        path.write_text(head + gap.join(chosen) + "\n", encoding="utf-8")
     return TaskFiles(paths[0], paths[1], reported)
 
 
@@ -169,9 +161,7 @@ def interval(ours: Sequence[Sequence[Tally]], theirs: Sequence[Sequence[Tally]])
     return {"gain": our_mean - their_mean, "low": float(low), "high": float(high)}
 
 
-def finetune(
-    case: TaskCase, side: Side, files: TaskFiles, seed: int, args: argparse.Namespace
-) -> tuple[dict[str, Any], list[Tally]]:
+def finetune(case: TaskCase, side: Side, files: TaskFiles, seed: int, args: Any) -> tuple[Run, list[Tally]]:
     """The kept run of a seed (command, scores, seconds of the process and of its training) and its tallies; runs it if there is none.
 
     Raises ValueError if it fails, if the kept one is another command's, or if the predictions do not yield its score.
@@ -207,11 +197,10 @@ def finetune(
     return run, tallies
 
 
-def row_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def row_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Mean and deviation over the seeds of each metric and of the seconds, and the runs."""
-    alone = {"std": 0.0}
-    scores = {of: alone | over_seeds([run["scores"][of] for run in runs]) for of in runs[0]["scores"]}
-    seconds = {of: alone | over_seeds([run[of] for run in runs]) for of in ("seconds", "training_seconds")}
+    scores = {of: over_seeds([run["scores"][of] for run in runs]) for of in runs[0]["scores"]}
+    seconds = {of: over_seeds([run[of] for run in runs]) for of in ("seconds", "training_seconds")}
     return {"command": runs[-1]["command"], "scores": scores} | seconds | {"runs": list(runs)}
 
 
@@ -301,7 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     sides = sides_of(args, about)
     for case in (case for case in CASES if case.name in args.only):
         files = case.files(args.tasks, args.work, args.rows)
-        runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
+        runs: dict[str, list[Run]] = {side.name: [] for side in sides}
         tallies: dict[str, list[list[Tally]]] = {side.name: [] for side in sides}
         for seed in range(1, args.seeds + 1):
             for side in sides:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 import torch
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
@@ -44,8 +43,7 @@ WINDOW = 128
 OURS, LOCAL, GLOBAL = "ours", "ours, all local", "ours, all global"
 PEERS = {"hf sdpa": "sdpa", "hf eager": "eager"}
 SIDES = (OURS, LOCAL, GLOBAL, *PEERS)
-# relative tolerances of loss and gradient norm
-EQUAL = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 2e-2)}
+EQUAL = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 2e-2)}  # relative tolerances of loss and gradient norm
 MASK = 4
 
 
@@ -131,13 +129,11 @@ def measure(side: str, kind: str, length: int, args: argparse.Namespace) -> dict
         raise
     gradients = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
     return {
-        "seconds": quantiles(seconds),
-        "repeats": len(seconds),
+        "seconds": quantiles(seconds), "repeats": len(seconds),
         "microseconds_per_token": quantiles(seconds)["p50"] / args.tokens * 1e6,
         "memory_peak_gib": (memory.peak() - before) / 2**30,
-        "loss": loss,
-        "gradient_norm": float(gradients.sum().sqrt()),
-    }
+        "loss": loss, "gradient_norm": float(gradients.sum().sqrt()),
+    }  # fmt: skip
 
 
 def in_child(*case: Any) -> dict[str, Any]:
@@ -177,7 +173,7 @@ def show(result: dict[str, Any]) -> None:
     hardware.print_ratios(result["comparisons"])
 
 
-def main() -> int:
+def main() -> None:
     parser = hardware.Parser(__doc__)
     add = parser.add_argument
     usual = ["fp32"] + ["bf16"] * (precision.usual(torch.device("cpu")) == "bf16")
@@ -206,7 +202,6 @@ def main() -> int:
             results.append(result | {"results": by_side, "comparisons": comparisons})
             show(results[-1])
     hardware.write_json(args.json, {"benchmark": "long", "unit": "seconds of a step", "results": results})
-    return 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,10 +50,8 @@ class OpCase:
     sides: dict[str, Call]
     # (ours, peer)
     comparisons: list[tuple[str, str]]
-    # bytes that a side has to move, each tensor once
-    bytes: dict[str, int] = field(default_factory=dict)
-    # of each side
-    flops: float = 0.0
+    bytes: dict[str, int] = field(default_factory=dict)  # bytes that a side has to move, each tensor once
+    flops: float = 0.0  # of each side
     # sides whose memory is measured
     extra_memory: tuple[str, ...] = ()
     what: str = "forward and backward"
@@ -101,21 +98,15 @@ def products(make: Maker, small: bool) -> list[OpCase]:
     tokens, width, entries = (64, 64, 512) if small else (tokens, 1024, 30_592)
     predictions = tokens * 21 // 128
     shapes = {
-        "qkv": (tokens, 3 * width, width),
-        "attention output": (tokens, width, width),
-        "feed-forward": (tokens, 4 * width, width),
-        "feed-forward output": (tokens, width, 4 * width),
-        "mlm": (predictions, width, width),
-        "decoder": (predictions, entries, width),
-    }
+        "qkv": (tokens, 3 * width, width), "attention output": (tokens, width, width),
+        "feed-forward": (tokens, 4 * width, width), "feed-forward output": (tokens, width, 4 * width),
+        "mlm": (predictions, width, width), "decoder": (predictions, entries, width),
+    }  # fmt: skip
     cases = []
     for name, (rows, outputs, inputs) in shapes.items():
         x, w, dy = make.normal(rows, inputs), make.normal(outputs, inputs), make.normal(rows, outputs)
-        sides: dict[str, Call] = {
-            "forward": partial(torch.matmul, x, w.T),
-            "input gradient": partial(torch.matmul, dy, w),
-            "weight gradient": partial(torch.matmul, dy.T, x),
-        }
+        factors = {"forward": (x, w.T), "input gradient": (dy, w), "weight gradient": (dy.T, x)}
+        sides: dict[str, Call] = {side: partial(torch.matmul, *pair) for side, pair in factors.items()}
         size, work = f"{name} {rows} x {outputs} x {inputs}", 2.0 * rows * outputs * inputs
         cases.append(OpCase("products", size, sides, [], flops=work, what="one product"))
     return cases
@@ -202,9 +193,7 @@ def layer(make: Maker, small: bool) -> list[OpCase]:
     ffn, heads = 4 * width, width // size
     compiled = torch.compile if not small else (lambda f, **_: f)
 
-    def case(
-        name: str, shape: str, ours: Callable[..., Any], plain: Callable[..., Any], moved: int, *inputs: Tensor
-    ) -> Any:
+    def case(name: str, shape: str, ours: Any, plain: Any, moved: int, *inputs: Tensor) -> OpCase:
         functions = {"ours": ours, "torch": plain, "torch.compile": compiled(plain, dynamic=False)}
         sides = {side: make.both_ways(function, *inputs) for side, function in functions.items()}
         return OpCase(name, shape, sides, [("ours", "torch"), ("ours", "torch.compile")], {"ours": moved})
@@ -328,11 +317,7 @@ def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, s
     extra = {name: extra_memory(sides[name], device) for name in case.extra_memory if name in sides}
     moved = {name: size / times[name]["p50"] / bandwidth for name, size in case.bytes.items() if name in sides}
     return {
-        "op": case.name,
-        "size": case.size,
-        "what": case.what,
-        "seconds": times,
-        "extra_memory_mib": extra,
+        "op": case.name, "size": case.size, "what": case.what, "seconds": times, "extra_memory_mib": extra,
         "tflops": {name: case.flops / s["p50"] / 1e12 for name, s in times.items()} if case.flops else {},
         "bandwidth_share": moved,
         "comparisons": [
@@ -340,7 +325,7 @@ def measure(case: OpCase, device: torch.device, rounds: int, bandwidth: float, s
             for mine, peer in case.comparisons
             if mine in sides and peer in sides
         ],
-    }
+    }  # fmt: skip
 
 
 def show(result: dict[str, Any]) -> None:

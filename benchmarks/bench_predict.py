@@ -25,11 +25,11 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"  # ours would disable it for all sides
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.bench_step import SIZES
 from benchmarks.common import hardware
 from benchmarks.common.measure import seconds_of, take_turns
 from benchmarks.peers import hf_predict
@@ -41,16 +41,9 @@ from megabert.finetune import heads, prediction, save, tasks
 from megabert.finetune.save import Described
 
 TOLERANCE = 1e-4
-SHAPES: dict[str, dict[str, Any]] = {
-    "mini": {"layers": 4, "hidden": 256, "heads": 4},
-    "base": {"layers": 12, "hidden": 768, "heads": 12},
-}
-# tokens of the texts of one kind: some seconds on two cores
-TOKENS = {"mini": 49_152, "base": 4_096}
-# batch sizes of the peers in texts
-BATCHES = (1, 8, 32, 128)
-# batch sizes of ours in tokens
-BATCH_TOKENS = (512, 1024, 4096)
+TOKENS = {"mini": 49_152, "base": 4_096}  # tokens of the texts of one kind: some seconds on two cores
+BATCHES = (1, 8, 32, 128)  # batch sizes of the peers in texts
+BATCH_TOKENS = (512, 1024, 4096)  # batch sizes of ours in tokens
 LABELS = ("no", "yes")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
@@ -86,7 +79,7 @@ def lengths_of(kind: str, tokens: int) -> list[int]:
 
 def make_models(shape: str, vocab: Path, folder: Path) -> tuple[Path, Path, Path]:
     """Folders with the same random weights: Hugging Face's encoder and classifier, and ours."""
-    size = ModelConfig(**SHAPES[shape], vocab_size=len(vocab.read_text().splitlines()), dropout=0)
+    size = ModelConfig(**SIZES[shape], vocab_size=len(vocab.read_text().splitlines()), dropout=0)
     encoder, classifier = hf_predict.make(size, vocab, LABELS, folder)
     start = pretrained.load(encoder)
     module = heads.build(start.config, "classify", 2, start.weights, CPU, torch.float32)
@@ -203,7 +196,7 @@ def main() -> None:
     parser = hardware.Parser(__doc__)
     add = parser.add_argument
     add("--vocab", type=Path, required=True, help="BERT's uncased vocab.txt")
-    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    add("--shapes", nargs="+", choices=TOKENS, default=list(TOKENS))
     add("--kinds", nargs="+", choices=("short", "mixed", "long"), default=["short", "mixed", "long"])
     add("--rounds", type=int, default=3)
     args = parser.parse()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 from benchmarks.common import hardware
 from benchmarks.race.dataset import default_text
 from data_prep.common.errors import Problems
@@ -36,7 +34,6 @@ from data_prep.readers import decompress
 from data_prep.readers.documents import PYDOC
 from data_prep.readers.tasks import group, list_ranges
 
-ROOT = hardware.ROOT
 OURS = "wordpiece"
 # module of each peer; those that are not installed are left out
 PEERS = {"hugging face": "tokenizers", "tokie": "tokie"}
@@ -63,17 +60,14 @@ def build(inputs: list[str], output: Path, *extra: str) -> dict[str, Any]:
     """Summary of one run of the command."""
     summary = output.with_suffix(".json")
     command = [sys.executable, "-m", "data_prep", "build", "--input", *inputs, "--output", str(output)]
-    command += ["--nsp", "--quiet", "--overwrite", "--json", str(summary), *extra]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    hardware.output_of([*command, "--nsp", "--quiet", "--overwrite", "--json", str(summary), *extra])
     return json.loads(summary.read_text())
 
 
 def hugging_face(files: list[str], vocabulary: str, output: Path, text_bytes: int, peer: str) -> dict[str, Any]:
     """One run of a peer on one core."""
-    command = [sys.executable, str(ROOT / "benchmarks/peers/hf_prep.py"), PEERS[peer], vocabulary, str(output), *files]
-    env = hardware.clone_environment(RAYON_NUM_THREADS="1")
-    done = subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True)
-    result = json.loads(done.stdout)
+    command = [sys.executable, "benchmarks/peers/hf_prep.py", PEERS[peer], vocabulary, str(output), *files]
+    result = json.loads(hardware.output_of(command, RAYON_NUM_THREADS="1"))
     rates = {f"{what}mb_per_second": text_bytes / 1e6 / result[f"{what}seconds"] for what in ("", "encode_")}
     return result | rates
 
@@ -131,19 +125,14 @@ def speed(args: argparse.Namespace, inputs: list[str], folder: Path) -> dict[str
         scaling = {"scaling": {"workers": args.workers, "over one": over}}
         print(f"{args.workers} workers: {over:.2f} x one")
     return scaling | {
-        "unit": "MB/s a core",
-        "text_bytes": text,
-        "ours": one["mb_per_second"],
-        "ratio": comparisons[0]["ratio"] if comparisons else None,
-        "comparisons": comparisons,
-        "near_duplicates_add": middle["near"]["seconds"] / one["seconds"] - 1,
-        "stages_seconds": stages,
+        "unit": "MB/s a core", "text_bytes": text, "ours": one["mb_per_second"],
+        "ratio": comparisons[0]["ratio"] if comparisons else None, "comparisons": comparisons,
+        "near_duplicates_add": middle["near"]["seconds"] / one["seconds"] - 1, "stages_seconds": stages,
         "peak_memory_bytes": max(run.get("peak_memory", 0) for of_kind in runs.values() for run in of_kind),
         "shard_bytes_over_text_bytes": dataset["shard_bytes"] / dataset["text_bytes"],
-        "fill": dataset["fill"],
-        "random_next_share": dataset["random_next_share"],
+        "fill": dataset["fill"], "random_next_share": dataset["random_next_share"],
         "seconds": {name: [run["seconds"] for run in of_kind] for name, of_kind in runs.items()},
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

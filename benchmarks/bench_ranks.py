@@ -51,14 +51,10 @@ from megabert.data.shards import Dataset
 from megabert.distributed.session import Session
 from megabert.trainer import Trainer
 
-# ranks for which the fits are evaluated
-TARGET = 1024
-# rows of an update on each of N ranks
-ROWS = 4
-# reports of an update that are timed one by one after the last update
-SYNCS = 10
-# a command that takes longer hangs
-LIMIT_SECONDS = 900.0
+TARGET = 1024  # ranks for which the fits are evaluated
+ROWS = 4  # rows of an update on each of N ranks
+SYNCS = 10  # reports of an update that are timed one by one after the last update
+LIMIT_SECONDS = 900.0  # a command that takes longer hangs
 SEED = 42
 SETTINGS = (
     *("ops.attention=sdpa", "ops.mlm_loss=torch", "ops.layer=torch", "precision=fp32", "zero.stage=1"),
@@ -69,6 +65,7 @@ SETTINGS = (
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 Rank = dict[str, Any]
+Rehearsed = tuple[list[list[Rank]], dict[str, float]]  # ranks by command; figures of the run
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,7 @@ class Command:
     argv: list[str]
     folder: Path
     places: Mapping[str, str]
-    # the rank that stops in its fourth update; -1: none
-    stopped: int = -1
+    stopped: int = -1  # the rank that stops in its fourth update; -1: none
 
 
 def run_rank(command: Command, rank: int, place: Mapping[str, str], gate: tuple[int, int]) -> None:
@@ -179,9 +175,7 @@ def stop_one(command: Command) -> tuple[float, str]:
     return seconds, f"rank {command.stopped} stopped; exit codes {dict(Counter(codes))}\n{output[-3000:]}"
 
 
-def rehearse(
-    data: Path, ranks: int, args: argparse.Namespace, scratch: Path
-) -> tuple[list[list[Rank]], dict[str, float], str]:
+def rehearse(data: Path, ranks: int, args: argparse.Namespace, scratch: Path) -> tuple[Rehearsed, str]:
     """The figures of each rank in three commands of a run, those of the run, and `stop_one`'s complaint. Raises ValueError where a
     command failed, and where ranks were given other rows than the dataset's order has."""
     folder, commands, rows = scratch / "run", [], Counter[tuple[int, int]]()
@@ -200,18 +194,16 @@ def rehearse(
     if rows != Counter(zip(epochs.tolist(), ids.tolist(), strict=True)):
         raise ValueError(f"{ranks} ranks were given {rows.total()} rows that are not those of the order, each once")
     newest = folder / "checkpoints" / f"step-{2 * args.updates:08d}"
-    found: dict[str, float] = {
-        "run: rows, each given once": rows.total(),
-        "run: files of a checkpoint": len(os.listdir(newest)),
-        "run: bytes of a manifest": (newest / "manifest.json").stat().st_size,
-        "run: bytes of a log line": len((folder / "metrics.jsonl").read_bytes().splitlines()[0]),
-    }
+    found: dict[str, float] = {"run: rows, each given once": rows.total()}
+    found["run: files of a checkpoint"] = len(os.listdir(newest))
+    found["run: bytes of a manifest"] = (newest / "manifest.json").stat().st_size
+    found["run: bytes of a log line"] = len((folder / "metrics.jsonl").read_bytes().splitlines()[0])
     failure = ""
     if ranks > 1 and args.timeout:
         own = [f"--run={scratch / 'stopped'}", f"watchdog.timeout_seconds={args.timeout}"]
         ended, failure = stop_one(Command(ranks, args.per_node, argv + own, scratch / "4", places, ranks - 1))
         found[f"run: seconds until all have ended behind a rank that stops (time-out: {args.timeout:g})"] = ended
-    return commands, found, failure
+    return (commands, found), failure
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -222,16 +214,13 @@ FILES = ("opened: run", "names: run", "collectives")
 OPENED = ("opened: dataset", "opened: run", "opened: program", "opened: other", "processes started")
 # what is looked at: its name, the command (from 0), its stages, and counts
 LOOKS: tuple[tuple[str, int, Sequence[str], Sequence[str]], ...] = (
-    ("meet", 0, ("meet",), ("bytes written",)),
-    ("open the data", 0, ("open",), ("opened: dataset", "collectives")),
+    ("meet", 0, ("meet",), ("bytes written",)), ("open the data", 0, ("open",), ("opened: dataset", "collectives")),
     ("start", 0, ("meet", "watch", "open", "verify", "restore", "between"), (*OPENED, *SENT[:2])),
     ("first update", 0, ("first update",), ("opened: dataset",)),
-    ("update", 0, ("update",), SENT),
-    ("sync", 0, ("sync",), SENT),
-    ("save", 0, ("save",), (*FILES, "bytes written")),
+    ("update", 0, ("update",), SENT), ("sync", 0, ("sync",), SENT), ("save", 0, ("save",), (*FILES, "bytes written")),
     ("restart", 1, ("verify", "restore"), (*FILES, "opened: safetensors", "collective bytes", "bytes read")),
     ("restart on N / 2", 2, ("verify", "restore"), ("opened: run", "collective bytes", "bytes read")),
-)
+)  # fmt: skip
 HELD = ("descriptors", "sockets", "maps", "threads", "PSS MiB", "private MiB")
 
 
@@ -266,7 +255,7 @@ def fitted(ranks: Sequence[int], values: Sequence[float]) -> tuple[str, float]:
     return min(fits)[1:]
 
 
-def table(rehearsed: Mapping[int, tuple[list[list[Rank]], dict[str, float]]]) -> list[dict[str, Any]]:
+def table(rehearsed: Mapping[int, Rehearsed]) -> list[dict[str, Any]]:
     """A row for each quantity: its value for each number of ranks, and the fit. Where rank 0 differs from the others it has a row of
     its own, and of those the greatest value counts."""
     figures: dict[str, list[Sequence[float]]] = defaultdict(list)
@@ -286,9 +275,8 @@ def table(rehearsed: Mapping[int, tuple[list[list[Rank]], dict[str, float]]]) ->
         rows |= {name: first} if first == others else {f"{name}, rank 0": first, f"{name}, another rank": others}
     return [
         {"quantity": name, "values": dict(zip(rehearsed, values, strict=True)), "fit": fit, f"at {TARGET}": at}
-        for name, values in rows.items()
-        for fit, at in [fitted(list(rehearsed), values)]
-    ]
+        for name, values in rows.items() for fit, at in [fitted(list(rehearsed), values)]
+    ]  # fmt: skip
 
 
 def build_data(folder: Path) -> Path:
@@ -312,14 +300,12 @@ def main() -> int:
     args = parser.parse()
     if args.updates < 4:
         parser.error(f"--updates {args.updates}: four at least, in which a rank stops")
-    rehearsed: dict[int, tuple[list[list[Rank]], dict[str, float]]] = {}
-    failures: dict[int, str] = {}
+    rehearsed, failures = dict[int, Rehearsed](), dict[int, str]()
     with tempfile.TemporaryDirectory(prefix="bench_ranks_") as scratch:
         data = (args.data or build_data(Path(scratch))).resolve()
         for ranks in args.ranks:
             try:
-                commands, found, failure = rehearse(data, ranks, args, Path(scratch, f"{ranks}-ranks"))
-                rehearsed[ranks] = commands, found
+                rehearsed[ranks], failure = rehearse(data, ranks, args, Path(scratch, f"{ranks}-ranks"))
             except ValueError as error:
                 failure = str(error)
             if failure:

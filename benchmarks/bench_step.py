@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 import torch
 
 from benchmarks.common import hardware
@@ -45,25 +44,18 @@ from megabert.engine.ceiling import matmul_tflops
 from megabert.metrics import training_flops
 from megabert.model import BertForPreTraining
 
-SIZES = {
-    "tiny": {"layers": 2, "hidden": 64, "heads": 2},
-    "mini": {"layers": 4, "hidden": 256, "heads": 4},
-    "base": {"layers": 12, "hidden": 768, "heads": 12},
-    "large": {"layers": 24, "hidden": 1024, "heads": 16},
-}
-# malloc.h of glibc
-M_MMAP_THRESHOLD = -3
+SIZES: dict[str, dict[str, Any]] = {
+    name: {"layers": layers, "hidden": hidden, "heads": heads} for name, layers, hidden, heads in
+    (("tiny", 2, 64, 2), ("mini", 4, 256, 4), ("base", 12, 768, 12), ("large", 24, 1024, 16))
+}  # fmt: skip
+M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 # vocabulary of the dataset without --data (the documentation of few installations is large enough for the published size), and the
 # size of the model's vocabulary then
 VOCABULARY, PUBLISHED = 8_000, 30_522
-# untimed rounds: one to allocate, one to read memory
-WARM_UP = 2
-# updates in one time
-IN_A_ROW = {"cpu": 1, "cuda": 8}
-# kernels of a profile that are printed; the JSON has more
-SHOWN = 20
-# small, so that the losses of both stay comparable
-LR = 1e-5
+WARM_UP = 2  # untimed rounds: one to allocate, one to read memory
+IN_A_ROW = {"cpu": 1, "cuda": 8}  # updates in one time
+SHOWN = 20  # kernels of a profile that are printed; the JSON has more
+LR = 1e-5  # small, so that the losses of both stay comparable
 HF = "hf BertForPreTraining"
 
 
@@ -72,14 +64,11 @@ def make_config(args: argparse.Namespace, dropout: float) -> Config:
     return configuration.from_dict(
         {
             "model": {**SIZES[args.model], **dropouts, "max_positions": max(512, args.seq_len)},
-            "precision": args.precision,
-            "batch": {"micro_size": rows, "global_size": rows * args.accumulation},
-            "optimizer": {"name": args.optimizer, "lr": LR},
-            "schedule": {"name": "constant", "warmup_steps": 0},
-            "zero": {"stage": args.zero},
-            "ops": dict(choice.split("=", 1) for choice in args.ops),
+            "precision": args.precision, "batch": {"micro_size": rows, "global_size": rows * args.accumulation},
+            "optimizer": {"name": args.optimizer, "lr": LR}, "schedule": {"name": "constant", "warmup_steps": 0},
+            "zero": {"stage": args.zero}, "ops": dict(choice.split("=", 1) for choice in args.ops),
         }
-    )
+    )  # fmt: skip
 
 
 class OurStep:
@@ -131,10 +120,8 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
     for number in range(args.steps + WARM_UP):
         updates = [next(loader) for _ in range(in_a_row)]
         work = {what: float(sum(getattr(update, what) for update in updates)) for what in ("tokens", "sequences")}
-        work["flops"] = sum(
-            training_flops(model, update.tokens, attended_pairs(update), update.predictions, update.sequences)
-            for update in updates
-        )
+        flops = (training_flops(model, u.tokens, attended_pairs(u), u.predictions, u.sequences) for u in updates)
+        work["flops"] = sum(flops)
         inputs: dict[str, Any] = {"ours": updates}
         if HF in sides:
             inputs[HF] = [hf_step.padded(update, args.seq_len) for update in updates]
@@ -164,31 +151,22 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
         comparisons = [{"what": what, "ours": "ours", "peer": HF, "ratio": ratio}]
     setting = {name: getattr(args, name) for name in ("model", "seq_len", "precision", "accumulation", "optimizer")}
     return setting | {
-        "dropout": dropout,
-        "zero_stage": args.zero,
-        "rows_per_micro_step": cfg.batch.micro_size,
+        "dropout": dropout, "zero_stage": args.zero, "rows_per_micro_step": cfg.batch.micro_size,
         "real_tokens_per_update": statistics.mean(time["tokens"] for time in times["ours"]) / in_a_row,
-        "fill": dataset.manifest.statistics.get("fill"),
-        "times": args.steps,
-        "updates_in_a_time": in_a_row,
-        "threads": torch.get_num_threads(),
-        "matmul_ceiling_tflops": ceiling,
-        "own_products_tflops": statistics.median(own_products),
-        "datasheet_tflops": sheet,
-        "backends": sides["ours"].backends,
+        "fill": dataset.manifest.statistics.get("fill"), "times": args.steps, "updates_in_a_time": in_a_row,
+        "threads": torch.get_num_threads(), "matmul_ceiling_tflops": ceiling,
+        "own_products_tflops": statistics.median(own_products), "datasheet_tflops": sheet,
+        "backends": sides["ours"].backends, "comparisons": comparisons, "kernels": kernels,
         "results": {
             name: summary(of, in_a_row, ceiling, sheet)
             | {"memory_static_gib": static[name] / 2**30, "memory_peak_gib": (static[name] + peak[name]) / 2**30}
             for name, of in times.items()
         },
-        "comparisons": comparisons,
-        "kernels": kernels,
-    }
+    }  # fmt: skip
 
 
 def profile(cfg: Config, ours: OurStep, loader: Loader, device: torch.device) -> list[dict[str, Any]]:
-    """The costliest kernels of an update of ours. FLOPs of attention are of pairs of real tokens, in the backward pass with the
-    recomputed scores."""
+    """The costliest kernels of an update of ours. FLOPs of attention are of pairs of real tokens, backward with recomputed scores."""
     update = next(loader)
     forward = 4.0 * attended_pairs(update) * cfg.model.hidden * cfg.model.layers
     flops = {"megabert::attention": forward, "megabert::attention_backward": 2.5 * forward}
@@ -207,11 +185,9 @@ def summary(times: list[dict[str, float]], in_a_row: int, ceiling: float, sheet:
     return {
         "step_seconds": quantiles([time["seconds"] / in_a_row for time in times]),
         "real_tokens_per_sec": quantiles(rate["tokens"]),
-        "sequences_per_sec": quantiles(rate["sequences"]),
-        "mfu_real": tflops / ceiling,
-        "mfu_datasheet_real": tflops / sheet if sheet else None,
-        "losses": [round(time["loss"], 4) for time in times],
-    }
+        "sequences_per_sec": quantiles(rate["sequences"]), "mfu_real": tflops / ceiling,
+        "mfu_datasheet_real": tflops / sheet if sheet else None, "losses": [round(time["loss"], 4) for time in times],
+    }  # fmt: skip
 
 
 def show(result: dict[str, Any]) -> None:
@@ -224,11 +200,8 @@ def show(result: dict[str, Any]) -> None:
     head = ("side", "p20 s", "p50 s", "p80 s", "real tokens/s", "sequences/s", "MFU", "of the datasheet", "GiB", "loss")
     rows = []
     for name, r in result["results"].items():
-        rates = (
-            f"{r['real_tokens_per_sec']['p50']:,.0f}",
-            f"{r['sequences_per_sec']['p50']:.2f}",
-            f"{r['mfu_real']:.1%}",
-        )
+        rates = [f"{r['real_tokens_per_sec']['p50']:,.0f}", f"{r['sequences_per_sec']['p50']:.2f}"]
+        rates.append(f"{r['mfu_real']:.1%}")
         sheet = f"{r['mfu_datasheet_real']:.1%}" if r["mfu_datasheet_real"] else ""
         seconds = (f"{s:.2f}" for s in r["step_seconds"].values())
         rows.append([name, *seconds, *rates, sheet, f"{r['memory_peak_gib']:.2f}", f"{r['losses'][0]:.3f}"])

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 from benchmarks.common import hardware
 from benchmarks.survival.in_place import recover, survive_in_place
 from benchmarks.survival.kills import survive
@@ -59,13 +58,11 @@ def kills(data: Path, folder: Path, number: int, seed: int, only: str = "") -> d
     cases, names = by_case.values(), ("aimed", "fell", "followed_by")
     sums = {name: dict(sum((Counter(case.get(name, {})) for case in cases), Counter[str]())) for name in names}
     return sums | {
-        "kills": sum(case["kills"] for case in cases),
-        "runs": len(cases),
+        "kills": sum(case["kills"] for case in cases), "runs": len(cases),
         "runs_that_differ": sum(case.get("differences", 0) > 0 for case in cases),
         "failures": [case["failure"] for case in cases if case["failure"]],
-        "seconds": round(sum(case["seconds"] for case in cases), 1),
-        "cases": by_case,
-    }
+        "seconds": round(sum(case["seconds"] for case in cases), 1), "cases": by_case,
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -106,14 +103,11 @@ def main() -> int:
                 except (Failure, OSError) as error:  # TimeoutError among them
                     result[name] = {"failure": str(error)}
     hardware.write_json(args.json, result)
-    # of a part, of its cases, and what differs
-    lists = [
-        (name, [found.get("failure"), *found.get("failures", ()), *found.get("differences", ())])
-        for name, found in result.items()
-        if name in parts
-    ]
-    failures = [f"{name}: {text}" for name, texts in lists for text in texts if text]
+    failures: list[str] = []
     for name, found in result.items():
+        if name in parts:  # of a part, of its cases, and what differs
+            texts = (found.get("failure"), *found.get("failures", ()), *found.get("differences", ()))
+            failures += [f"{name}: {text}" for text in texts if text]
         print(name, {k: v for k, v in found.items() if k != "cases"} if isinstance(found, dict) else found)
     for text in failures:
         print(f"error: {text}", file=sys.stderr)

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 from benchmarks.common import hardware
 from benchmarks.gpu import pack
 from megabert.common.environment import end_with_parent
@@ -42,12 +41,10 @@ ROOT = hardware.ROOT
 # minutes of each call, of which the last seconds are kept in hand; remaining seconds below which no item is started
 MINUTES, KEPT_IN_HAND, LEAST = {"first": 5.0, "second": 8.0}, 60, 10
 ITEMS = "benchmarks/gpu/items.py"
-# characters of an item's output that are kept
-OUTPUT = 20_000
+OUTPUT = 20_000  # characters of an item's output that are kept
 # seconds between looks at the results of a process of several items, and for the end of a killed process
 LOOK, END_SECONDS = 0.5, 10
-# value of --only for no item, as benchmarks/gpu/rehearse.py wants
-NOTHING = "none"
+NOTHING = "none"  # value of --only for no item, as benchmarks/gpu/rehearse.py wants
 NATIVE = "attention=native layer=native mlm_loss=native"
 OURS = f"--ops {NATIVE}"
 TORCH = "--ops attention=varlen layer=torch mlm_loss=torch"
@@ -56,33 +53,23 @@ COMPILED = "--ops attention=varlen layer=compiled mlm_loss=native"
 # call -> items in order. A step: row length x rows of a micro-step: options of bench_step.py
 CALLS: dict[str, dict[str, str]] = {
     "first": {
-        "machine": "",
-        "tests": "",
+        **dict.fromkeys(["machine", "tests"], ""),
         "steps/ours 128x128, profile": f"{OURS} --profile",
         "steps/torch 128x128": TORCH,
         "training/small": "",
         "steps/ours 512x32, profile": f"{OURS} --profile",
     },
     "second": {
-        "steps/ours 128x256": OURS,
-        "steps/ours 512x64": OURS,
-        "steps/flash, our layer 128x256": FLASH,
-        "steps/flash, our layer 512x64": FLASH,
+        **dict.fromkeys(["steps/ours 128x256", "steps/ours 512x64"], OURS),
+        **dict.fromkeys(["steps/flash, our layer 128x256", "steps/flash, our layer 512x64"], FLASH),
         "steps/torch 512x64": TORCH,
-        "kernels/attention": "",
-        "kernels/layer": "",
-        "kernels/mlm_loss": "",
-        "training/large_24h": "",
+        **dict.fromkeys(["kernels/attention", "kernels/layer", "kernels/mlm_loss", "training/large_24h"], ""),
         "steps/ours 128x512": OURS,
         "steps/muon 128x256": f"{OURS} --optimizer muon",
         "steps/lamb 128x256": f"{OURS} --optimizer lamb",
         "steps/without dropout 128x256": f"{OURS} --dropout 0",
-        "steps/compiled 128x256": COMPILED,
-        "steps/compiled 512x64": COMPILED,
-        "kernels/products": "",
-        "kernels/optimizer": "",
-        "kernels/softmax_mask": "",
-        "ranks": "",
+        **dict.fromkeys(["steps/compiled 128x256", "steps/compiled 512x64"], COMPILED),
+        **dict.fromkeys(["kernels/products", "kernels/optimizer", "kernels/softmax_mask", "ranks"], ""),
     },
 }
 # longest time of an item in seconds, by the first part of its key; more on the CPU, where only its end matters

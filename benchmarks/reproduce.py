@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 from benchmarks import speedrun
 from benchmarks.common import hardware
 from benchmarks.race import dataset, recipes, records

@@ -20,15 +20,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 from benchmarks.common import hardware
 from benchmarks.race import dataset, recipes, records
 from benchmarks.race.recipes import RaceRecipe, Track
 from benchmarks.race.records import Entry, Records
 
 FIRST_SEED = 42
-# cores that others use
-BUSY = 0.5
+BUSY = 0.5  # cores that others use
 
 
 def enter(args: argparse.Namespace, track: Track, recipe: RaceRecipe, kept: Records) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 from benchmarks.common.hardware import ROOT, markdown, over_seeds, show
 from benchmarks.race import records
 
@@ -116,9 +115,8 @@ ATTENTION = [Pair("ops_cpu2_2026-11-20", f"results/{n}/seconds/*/p50", "native",
 LOADER = [Pair("data_cpu2_2026-11-22", f"results/0/rows_per_sec/* of {rows} rows/p50", "ours, token, updates",
     "HF DataCollatorForLanguageModeling, collating only, batches", ratio=f"results/0/comparisons/{n}/ratio")
     for rows, n in ((32, 0), (2048, 3))]  # fmt: skip
-SHARDS = [
-    Pair("prep_cpu2_2026-11-29", f"comparisons/{n}/*", "ours", "peer", ".1f", f"comparisons/{n}/ratio") for n in (0, 1)
-]
+SHARDS = [Pair("prep_cpu2_2026-11-29", f"comparisons/{n}/*", "ours", "peer", ".1f", f"comparisons/{n}/ratio")
+    for n in (0, 1)]  # fmt: skip
 STORE = [Pair("store_cpu2_2026-11-29", f"sides/*/rows_per_sec/{epoch}", "the store, a cache of all of it", "a local folder")
     for epoch in (0, 1, 2)]  # fmt: skip
 VECTORS, LABELS = ([Pair("predict_cpu2_2026-11-22", f"shapes/base/{texts}/{what}/*/texts_per_second", "fp32", peer, ".1f",
@@ -233,18 +231,14 @@ def trials(results: Results) -> Cells:
 
 
 TABLES: dict[str, Callable[[Results], Cells]] = {
-    "readme": partial(compared, README),
-    "peers": partial(compared, PEERS),
+    "readme": partial(compared, README), "peers": partial(compared, PEERS),
     "trainer": partial(compared, TRAINERS, third="the Trainer", peers=""),
-    "race": race,
-    "changes": changes,
-    "trials": trials,
-}
+    "race": race, "changes": changes, "trials": trials,
+}  # fmt: skip
 
 
 def table(name: str, root: Path = ROOT) -> str:
-    """The lines of a table, and the result files that it was made from; README's are in those of the measurements. Raises ValueError
-    for an unknown name."""
+    """The lines of a table, and its result files; README's are those of the measurements. Raises ValueError for an unknown name."""
     if name not in TABLES:
         raise ValueError(f"table {name}: one of {', '.join(TABLES)}")
     results = Results(root)

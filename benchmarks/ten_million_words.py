@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone need not be installed
-
 from benchmarks.common import hardware
 from benchmarks.race import dataset, recipes, training
 from benchmarks.race.dataset import RaceData, Scorer
@@ -31,8 +30,7 @@ from benchmarks.race.recipes import RaceRecipe, track_of
 from megabert.common.files import atomic_folder, hash_file
 
 WORDS, EPOCHS = 10_000_000, 10
-# WikiExtractor's tags around a document
-TAGS = re.compile(r"</?doc\b[^>]*>\n?")
+TAGS = re.compile(r"</?doc\b[^>]*>\n?")  # WikiExtractor's tags around a document
 JUDGES, SCORES = ("blimp", "zorro"), ("masked", "causal")
 
 
@@ -101,7 +99,7 @@ def train(recipe: RaceRecipe, seed: int, args: argparse.Namespace) -> dict[str, 
     return about | budget | {"seconds": last.seconds, "held_out": score} | judged(run, args.pairs, args.threads)
 
 
-def main() -> int:
+def main() -> None:
     parser = hardware.Parser(__doc__, required=True)
     add = parser.add_argument
     add("--recipe", nargs="+", default=["words-10m"], metavar="NAME", help="in benchmarks/recipes, or .toml files")
@@ -126,7 +124,6 @@ def main() -> int:
             rows.append(train(recipe, seed, args))
             hardware.write_json(args.json, {"rows": rows})
     print(table(rows))
-    return 0
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -23,14 +23,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megabert.common import environment
+from megabert.common.environment import cores, cpu_flags, cpu_model, gpus, memory_gib, versions
+from megabert.common.files import write_atomically
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "benchmarks/results"
-sys.path.insert(0, str(ROOT))  # a clone that is not installed works too
-
-from megabert.common import environment  # noqa: E402
-from megabert.common.environment import cores, cpu_flags, cpu_model, gpus, memory_gib, versions  # noqa: E402
-from megabert.common.files import write_atomically  # noqa: E402
-
 _carried: tuple[str, tuple[str, ...]] = "unknown", ()  # revision and changes of a copy without git
 
 
@@ -60,23 +58,24 @@ def label() -> str:
     return f"cpu{cores()}"
 
 
+def now() -> str:
+    """Date and time in UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
 def about() -> dict[str, Any]:
     """Description of this machine and this command for JSON. Memory in GiB, date in UTC."""
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "command": environment.command(),
         "revision": revision(),
         **({"changes": list(changes())} if changes() else {}),
         "hardware": {
-            "cpu": cpu_model(),
-            "cpu_features": sorted(cpu_flags() & environment.VECTOR_FLAGS),
-            "cores": cores(),
-            "memory_gib": memory_gib(),
-            "gpus": gpus(),
-            "system": f"{platform.system()} {platform.release()}",
+            "cpu": cpu_model(), "cpu_features": sorted(cpu_flags() & environment.VECTOR_FLAGS), "cores": cores(),
+            "memory_gib": memory_gib(), "gpus": gpus(), "system": f"{platform.system()} {platform.release()}",
         },
         "versions": versions(),
-    }
+    }  # fmt: skip
 
 
 def describe() -> str:
@@ -104,6 +103,19 @@ def call(command: list[str], threads: int, log: Path) -> None:
     if code:
         last = (log.read_text().splitlines() or [""])[-1]
         raise ValueError(f"{shown(command)} failed (exit {code}: {last:.200}); its output is in {log}")
+
+
+def output_of(command: list[str], timeout: float | None = None, **more: str) -> str:
+    """A command's output. Raises ValueError with its last lines if it fails, and TimeoutError."""
+    how: dict[str, Any] = {"cwd": ROOT, "env": clone_environment(**more), "text": True, "timeout": timeout}
+    try:
+        done = subprocess.run(command, capture_output=True, **how)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{shown(command)}: no end after {timeout:.0f} s") from None
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+        raise ValueError(f"{shown(command)} failed (exit {done.returncode}):\n{last}")
+    return done.stdout
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
@@ -150,8 +162,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def refuse_dirty(self, args: argparse.Namespace) -> None:
-        """End the command before it measures if its result could not be written, or would be among the committed ones and belong to no
-        revision."""
+        """End the command before it measures if its result could not be written, or would be a committed one of no revision."""
         if args.json and args.json.is_dir():
             self.error(f"--json {args.json}: is a folder; name a file")
         if args.allow_dirty or not args.json or not changes():

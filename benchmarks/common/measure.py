@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from megabert.common.environment import match_in
 
 Call = Callable[[], object]
-Found = TypeVar("Found")
+Times = dict[str, list[float]]
 
 
 class Memory:
@@ -71,9 +71,9 @@ def order_of(names: Iterable[str], number: int) -> list[str]:
     return list(names)[:: 1 if number % 2 else -1]
 
 
-def take_turns(sides: Iterable[str], rounds: int, measure: Callable[[str], Found]) -> dict[str, list[Found]]:
+def take_turns(sides: Iterable[str], rounds: int, measure: Callable[[str], Any]) -> dict[str, list[Any]]:
     """What `measure` finds for each side in each round."""
-    found: dict[str, list[Found]] = {name: [] for name in sides}
+    found: dict[str, list[Any]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in order_of(found, number):
             found[name].append(measure(name))
@@ -88,9 +88,7 @@ class CaptureFailed(RuntimeError):
         self.side = side
 
 
-def kernel_times(
-    sides: Mapping[str, Call], device: torch.device, rounds: int, seconds: float = 0.2
-) -> dict[str, list[float]]:
+def kernel_times(sides: Mapping[str, Call], device: torch.device, rounds: int, seconds: float = 0.2) -> Times:
     """Seconds of a call of each side on the device, without the time of Python's launches.
 
     On CUDA as many calls as take about a millisecond are in a CUDA graph, and its replays are timed by events, which measures the

@@ -28,7 +28,6 @@ from timeit import timeit
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a clone need not be installed
-
 from benchmarks.common import hardware
 from megabert.common import environment
 
@@ -38,12 +37,8 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     stat = os.statvfs("/dev/shm")
     modules = ("torch", "deepspeed", "megabert.open_run")
     seconds = {name: round(timeit(partial(importlib.import_module, name), number=1), 1) for name in modules}
-    return {
-        "gpus": environment.gpus(),
-        "driver": environment.nvidia_driver(),
-        "shared_memory_gib": round(stat.f_bavail * stat.f_frsize / 2**30, 2),
-        "import_seconds": seconds,
-    }
+    found = {"gpus": environment.gpus(), "driver": environment.nvidia_driver(), "import_seconds": seconds}
+    return found | {"shared_memory_gib": round(stat.f_bavail * stat.f_frsize / 2**30, 2)}
 
 
 def ranks(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,8 +60,7 @@ def ranks(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def training(args: argparse.Namespace) -> dict[str, Any]:
-    """Losses, tokens/s and MFU of the log of a run of `--steps` updates in two starts. Raises CalledProcessError, or ValueError if a
-    figure is missing."""
+    """Losses, tokens/s and MFU of a run of `--steps` updates in two starts. Raises CalledProcessError; ValueError without a figure."""
     half, seconds = args.steps // 2, []
     with tempfile.TemporaryDirectory(prefix="gpu_run_") as folder:
         run = Path(folder, "run")

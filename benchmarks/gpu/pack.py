@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import tomllib
@@ -25,11 +24,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks.common import hardware
+from benchmarks.common.hardware import output_of
 
 ROOT = hardware.ROOT
 FOLDER = ROOT / "build" / "gpu_pack"
-# written empty first, and with content at the end
-RECORD = "pack.json"
+RECORD = "pack.json"  # written empty first, and with content at the end
 LIBRARY, TREES_LIBRARY = "native/_native.abi3.so", ROOT / "megabert" / "_native.abi3.so"
 NATIVE_SOURCES = ("csrc/**/*.cpp", "csrc/**/*.cu", "csrc/**/*.cuh", "csrc/**/*.h", "csrc/**/*.inl", "setup.py")
 # packages of the machine, its Python, and the glibc tags of wheels that run there
@@ -37,8 +36,8 @@ MACHINE, PYTHON = Path(__file__).with_name("machine.txt"), "3.12"
 PLATFORMS = [f"manylinux{tag}_x86_64" for tag in ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "2010", "1")]
 # tests' packages beside the dependencies
 TEST_TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100")
-# most bytes of tree and pack together, in one transfer
-LIMIT = 64 << 20
+Record = dict[str, Any]
+LIMIT = 64 << 20  # most bytes of tree and pack together, in one transfer
 # symbol versions that torch's wheels need (manylinux_2_28): glibc 2.28 and the libstdc++ of GCC 8
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
 # seconds for PROBE, of which the first import of torch on a fresh machine has taken more than 90, and for compiling there
@@ -53,20 +52,6 @@ assert abs(y.float().mean().item() - 1.9545) < 0.01, y
 """
 
 
-def run(command: list[str], timeout: float | None = None, **env: str) -> str:
-    """A command's output. Raises ValueError with its last lines if it fails, and TimeoutError."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=hardware.clone_environment(**env), capture_output=True, text=True, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{hardware.shown(command)}: no end after {timeout:.0f} s") from None
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
-        raise ValueError(f"{hardware.shown(command)} failed (exit {done.returncode}):\n{last}")
-    return done.stdout
-
-
 def native_digest() -> str:
     """SHA-256 over names and bytes of the sources of the native library."""
     digest = hashlib.sha256()
@@ -78,7 +63,8 @@ def native_digest() -> str:
 
 def newer_symbols(library: Path) -> list[str]:
     """NAME@VERSION of symbols of a library that machines with torch may lack."""
-    needed = re.findall(r"\*UND\*.*\((GLIBC|GLIBCXX|CXXABI)_([\d.]+)\) +(\w+)", run(["objdump", "-T", str(library)]))
+    symbols = output_of(["objdump", "-T", str(library)])
+    needed = re.findall(rf"\*UND\*.*\(({'|'.join(NEWEST)})_([\d.]+)\) +(\w+)", symbols)
     return [f"{n}@{kind}_{v}" for kind, v, n in needed if tuple(map(int, v.split("."))) > NEWEST[kind]]
 
 
@@ -125,10 +111,10 @@ def fetch(need: Requirement, folder: Path) -> None:
     tags = [f"--platform={platform}" for platform in PLATFORMS]
     only = ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp", *tags, "--no-deps"]
     try:
-        run([*pip, "download", "--quiet", *only, "-d", str(folder), version])
+        output_of([*pip, "download", "--quiet", *only, "-d", str(folder), version])
     except ValueError:  # released as source only
         built = [*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), version]
-        run(built, DS_BUILD_OPS="0")
+        output_of(built, DS_BUILD_OPS="0")
     (wheel,) = folder.glob(f"{need.name.replace('-', '_')}-*.whl")
     if not re.search(rf"-(py3|py2\.py3|cp{PYTHON.replace('.', '')}|cp3\d*-abi3)-", wheel.name):
         raise ValueError(f"{wheel.name}: is not for Python {PYTHON}")
@@ -139,7 +125,7 @@ def fetch(need: Requirement, folder: Path) -> None:
 
 def make(
     folder: Path, corpus: Sequence[str], vocabulary: int, library: Path | None = None, wheels: bool = True
-) -> dict[str, Any]:
+) -> Record:
     """Write the pack; `library`: a library already built from this tree. Raises ValueError."""
     if folder.exists() and not (folder / RECORD).is_file():
         raise ValueError(f"{folder}: exists and is not a pack; name another folder")
@@ -147,7 +133,7 @@ def make(
     (folder / LIBRARY).parent.mkdir(parents=True)
     (folder / RECORD).write_text("{}")
     if library is None:
-        run([sys.executable, "setup.py", "build_ext", "--inplace"], MEGABERT_CUDA="1")
+        output_of([sys.executable, "setup.py", "build_ext", "--inplace"], MEGABERT_CUDA="1")
         library = TREES_LIBRARY
     if newer := newer_symbols(library):
         raise ValueError(f"{library} does not load on glibc 2.28, for which setup.py builds: {', '.join(newer)}")
@@ -164,16 +150,14 @@ def make(
     record = {"about": hardware.about(), "python": PYTHON if wheels else python_version()}
     record |= {"native_sources": native_digest(), "wheels": sorted(carried), "needs": sorted(map(str, needs))}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    if (size := transfer_size(folder)) > LIMIT:
-        raise ValueError(
-            f"{folder}: with the tree {size / 2**20:.1f} MiB, a transfer takes {LIMIT >> 20}; give less text"
-        )
+    if (mib := transfer_size(folder) / 2**20) > LIMIT >> 20:
+        raise ValueError(f"{folder}: with the tree {mib:.1f} MiB, a transfer takes {LIMIT >> 20}; give less text")
     return record
 
 
 def transfer_size(folder: Path) -> int:
     """Bytes of the tree's committed files and of the pack."""
-    tree = [ROOT / name for name in run(["git", "ls-files", "-z"]).split("\0") if name]
+    tree = [ROOT / name for name in output_of(["git", "ls-files", "-z"]).split("\0") if name]
     return sum(path.stat().st_size for path in (*tree, *folder.rglob("*")) if path.is_file())
 
 
@@ -184,7 +168,7 @@ def python_version() -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> Record:
     """The record of a finished pack; {} if there is none."""
     path = folder / RECORD
     return json.loads(path.read_text()) if path.is_file() else {}
@@ -221,17 +205,17 @@ def place_library(folder: Path, device: str) -> str:
         raise ValueError(f"{folder}: its library was built from other native sources than this tree's; make it again")
     probe = [sys.executable, "-c", PROBE]
     try:
-        run([*probe, str(folder / LIBRARY), device], PROBE_SECONDS)
+        output_of([*probe, str(folder / LIBRARY), device], PROBE_SECONDS)
     except ValueError as error:
         if device == "cpu":
             raise
         began, reason = time.monotonic(), f"the pack's: {str(error).splitlines()[-1]}"
         try:
             find = "import torch; print(*torch.cuda.get_device_capability(), sep='.')"
-            capability = run([sys.executable, "-c", find], PROBE_SECONDS).strip()
+            capability = output_of([sys.executable, "-c", find], PROBE_SECONDS).strip()
             architecture = {"MEGABERT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability}
-            run([sys.executable, "setup.py", "build_ext", "--inplace"], BUILD_SECONDS, **architecture)
-            run([*probe, str(TREES_LIBRARY), device], PROBE_SECONDS)
+            output_of([sys.executable, "setup.py", "build_ext", "--inplace"], BUILD_SECONDS, **architecture)
+            output_of([*probe, str(TREES_LIBRARY), device], PROBE_SECONDS)
         except (ValueError, TimeoutError) as other:
             raise ValueError(f"no library runs; {reason}; building one here: {other}") from None
         return f"library built here in {time.monotonic() - began:.0f} s; {reason}"

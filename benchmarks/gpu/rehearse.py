@@ -18,7 +18,6 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a clone need not be installed
-
 from benchmarks.common import hardware
 from benchmarks.gpu import pack
 
@@ -28,8 +27,7 @@ OFFLINE = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up
 
 
 def environment(python: str, torch: str) -> Path:
-    """The Python of `build/gpu_machine`, made if there is none or `machine.txt` has changed; with another torch than the machine's
-    if one is named."""
+    """The Python of `build/gpu_machine`, made if missing or other than in `machine.txt`; with another torch if one is named."""
     listed = pack.MACHINE.read_text()
     if torch:
         listed = re.sub("^torch==.*$", f"torch=={torch}", listed, flags=re.M)
@@ -48,11 +46,8 @@ def environment(python: str, torch: str) -> Path:
 
 def copy_tree(folder: Path, packed: Path) -> Path:
     """The committed files and the pack `packed`, as a transfer to the machine takes them."""
-    names = [name for name in pack.run(["git", "ls-files", "-z"]).split("\0") if (ROOT / name).is_file()]
-    for name in names:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target)
+    names = [name for name in hardware.output_of(["git", "ls-files", "-z"]).split("\0") if (ROOT / name).is_file()]
+    subprocess.run(["cp", "--parents", "--preserve=timestamps", *names, str(folder)], cwd=ROOT, check=True)
     shutil.copytree(packed, folder / pack.FOLDER.relative_to(ROOT))
     return folder
 

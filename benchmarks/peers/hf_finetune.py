@@ -16,16 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    DataCollatorForTokenClassification,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+import transformers
 
 from benchmarks.common import hardware
 from megabert.common.files import write_atomically
@@ -35,16 +26,15 @@ from megabert.finetune.settings import Settings, list_runs
 from megabert.finetune.tasks import Task
 
 CLASSES: dict[str, tuple[Any, Any]] = {
-    "classify": (AutoModelForSequenceClassification, DataCollatorWithPadding),
-    "tag": (AutoModelForTokenClassification, DataCollatorForTokenClassification),
+    "classify": (transformers.AutoModelForSequenceClassification, transformers.DataCollatorWithPadding),
+    "tag": (transformers.AutoModelForTokenClassification, transformers.DataCollatorForTokenClassification),
 }
 # options that both sides obey; the others must be at their defaults
 OBEYED = (
     "model output train dev test seeds lr batch epochs warmup max_length precision task kind text label labels metric"
 )
 RESULT = "result.json"
-# label of tokens that the loss ignores
-IGNORED = -100
+IGNORED = -100  # label of tokens that the loss ignores
 
 
 def rows_of(
@@ -89,29 +79,24 @@ def decode(
 
 def train(args: argparse.Namespace, task: Task, settings: Settings, folder: Path) -> dict[str, Any]:
     """Fine-tune with one seed, write the predictions, and return what `result.json` holds."""
-    set_seed(settings.seed)  # the added layer is initialised before the Trainer sets its own
+    transformers.set_seed(settings.seed)  # the added layer is initialised before the Trainer sets its own
     examples = {name: files.read(task, getattr(args, name)) for name in ("train", "test")}
     labels = encoding.collect_labels(task, examples["train"])
     classes = {label: i for i, label in enumerate(labels)}
     model_class, collator = CLASSES[task.kind]
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     names = {"id2label": dict(enumerate(labels)), "label2id": classes}
     model = model_class.from_pretrained(args.model, dtype=torch.float32, **names)
     rows, _ = rows_of(task, examples["train"], tokenizer, classes, settings.max_length)
     test, places = rows_of(task, examples["test"], tokenizer, classes, settings.max_length)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        arguments = TrainingArguments(
-            output_dir=scratch,
-            learning_rate=settings.lr,
+        arguments = transformers.TrainingArguments(
+            output_dir=scratch, learning_rate=settings.lr, num_train_epochs=settings.epochs, seed=settings.seed,
             warmup_steps=settings.warmup,  # below 1: a share of the updates
-            num_train_epochs=settings.epochs,
-            per_device_train_batch_size=settings.batch,
-            seed=settings.seed,
-            use_cpu=not torch.cuda.is_available(),
-            report_to="none",
+            per_device_train_batch_size=settings.batch, use_cpu=not torch.cuda.is_available(), report_to="none",
             disable_tqdm=True,
-        )
-        trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collator(tokenizer))
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collator(tokenizer))
         seconds = trainer.train().metrics["train_runtime"]
         logits = trainer.predict(test).predictions
     predictions = decode(task, examples["test"], places, logits, labels)

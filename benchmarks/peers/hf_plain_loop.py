@@ -38,8 +38,7 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.engine.precision import DTYPES, usual
 from megabert.hf.mapping import from_huggingface
 
-# ids 0 to 4 in all our tokenizers
-SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 in all our tokenizers
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -49,14 +48,11 @@ class PeerRecipe:
 
     minutes: float
     batch: int
-    # real tokens, without padding
-    tokens: int = 0
+    tokens: int = 0  # real tokens, without padding
     lr: float = 5e-4
     dropout: float = 0.1
-    # share of the budget
-    warmup: float = 0.06
-    # share of predicted tokens
-    masking: float = 0.15
+    warmup: float = 0.06  # share of the budget
+    masking: float = 0.15  # share of predicted tokens
     weight_decay: float = 0.01
     clip: float = 1.0
     beta1: float = 0.9
@@ -96,8 +92,7 @@ def collator(vocab_size: int, masking: float = 0.15) -> DataCollatorForLanguageM
 
 
 def model_of(size: ModelConfig, dropout: float) -> PreTrainedModel:
-    """Hugging Face's class of this size, newly initialised; ModernBERT computes logits only at masked positions, as in its authors'
-    training."""
+    """Hugging Face's class of this size, newly initialised; ModernBERT computes logits only at masked positions, as its authors'."""
     size = size.model_copy(update={"dropout": dropout, "attention_dropout": dropout})
     sparse = {"sparse_prediction": True} if size.modern else {}
     return AutoModelForMaskedLM.from_config(peer_config(size, **sparse))

@@ -21,10 +21,8 @@ import numpy as np
 from tokenizers import BertWordPieceTokenizer
 from tokenizers.processors import TemplateProcessing
 
-# tokens of an instance
-LENGTH = 128
-# lines of a batch, as in `datasets.map`
-LINES = 1000
+LENGTH = 128  # tokens of an instance
+LINES = 1000  # lines of a batch, as in `datasets.map`
 
 
 def lines(paths: Sequence[str]) -> Iterator[str]:
@@ -56,10 +54,8 @@ def encoder(library: str, vocabulary: str) -> Callable[[list[str]], list[list[in
 
 def main(library: str, vocabulary: str, output: str, *paths: str) -> None:
     encode = encoder(library, vocabulary)
-    started = time.perf_counter()
-    encode_seconds = 0.0
     instances: list[list[int]] = []
-    text = lines(paths)
+    started, encode_seconds, text = time.perf_counter(), 0.0, lines(paths)
     while batch := list(islice(text, LINES)):
         began = time.perf_counter()
         encoded = encode(batch)

@@ -31,9 +31,8 @@ class HuggingFaceStep:
         module: torch.nn.Module = BertForPreTraining(peer_config(cfg.model))
         self.module = module.to(device).train()
         o = cfg.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self.module.parameters(), lr=o.lr, eps=o.eps, weight_decay=o.weight_decay, fused=True
-        )
+        settings: Any = {"lr": o.lr, "eps": o.eps, "weight_decay": o.weight_decay}
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), **settings, fused=True)
         self.device, self.clip = device, o.clip
         self.autocast = torch.autocast(device.type, DTYPES[cfg.precision], enabled=cfg.precision != "fp32")
 
@@ -53,8 +52,7 @@ class HuggingFaceStep:
 
 
 def padded(update: Update, width: int) -> list[dict[str, torch.Tensor]]:
-    """The sequences of an update, one padded sequence a row, in as many micro-batches, with the same masks and labels; in pinned memory
-    where the update is."""
+    """The sequences of an update, one padded a row, in as many micro-batches, with its masks and labels; pinned where the update is."""
     rows: list[dict[str, torch.Tensor]] = []
     for b in update.batches:
         labels, used = torch.full((b.input_ids.numel(),), -100), b.mlm_labels >= 0
@@ -69,7 +67,6 @@ def padded(update: Update, width: int) -> list[dict[str, torch.Tensor]]:
             }
             rows.append(row | {"next_sentence_label": b.nsp_labels[r, s]})
     parts = np.array_split(np.arange(len(rows)), len(update.batches))
+    pinned = update.batches[0].input_ids.is_pinned()
     made = [{name: torch.stack([rows[j][name] for j in part]) for name in rows[0]} for part in parts]
-    if not update.batches[0].input_ids.is_pinned():
-        return made
-    return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in made]
+    return [{name: t.pin_memory() for name, t in batch.items()} for batch in made] if pinned else made

@@ -34,11 +34,9 @@ from megabert.data.tokenizer import Tokenizer
 from megabert.model import BertForPreTraining
 
 SEQ_LEN = 128
-# one in this many documents is held out, and as many again for choosing recipes
-ONE_IN = 100
+ONE_IN = 100  # one in this many documents is held out, and as many again for choosing recipes
 MARK = "split.json"
-# rows of a final score (about 37,000 masked tokens), and of a point of a curve
-HELD_OUT_ROWS, CURVE_ROWS = 2_048, 512
+HELD_OUT_ROWS, CURVE_ROWS = 2_048, 512  # rows of a final score (about 37,000 masked tokens), and of a point of a curve
 WIKI_DOCUMENT = re.compile(rb"<doc .*?</doc>\n?", re.S)
 
 
@@ -85,12 +83,6 @@ def documents_of(path: Path) -> Iterator[bytes]:
         yield raw
 
 
-def built_in() -> Iterator[bytes]:
-    """The documentation in every Python installation, a document a line of JSON."""
-    for path, _ in pydoc_corpus.files():
-        yield from (json.dumps({"text": text}).encode() + b"\n" for text in pydoc_corpus.documents(path))
-
-
 def is_held_out(document: bytes) -> bool:
     return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") % ONE_IN == 0
 
@@ -100,9 +92,11 @@ def split(text: Path, target: Path) -> None:
     if (target / MARK).is_file():
         return
     named = [(f"{name}.txt", documents_of(path)) for name, path in files_of(text)]
+    texts = (one for path, _ in pydoc_corpus.files() for one in pydoc_corpus.documents(path))
+    built_in = (json.dumps({"text": one}).encode() + b"\n" for one in texts)
     counts, digest = {"train": 0, "held_out": 0}, hashlib.sha256()
     with atomic_folder(target, MARK, overwrite=True) as folder:
-        for name, documents in named or [("built-in.jsonl", built_in())]:
+        for name, documents in named or [("built-in.jsonl", built_in)]:
             parts: dict[str, list[bytes]] = {part: [] for part in counts}
             for document in documents:
                 parts["held_out" if is_held_out(document) else "train"].append(document)
@@ -126,8 +120,7 @@ def folder_of(work: Path, text: Path) -> Path:
 
 
 def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
-    """The shards of `text` with a vocabulary of this size, or that of a tokenizer file; built if missing. Raises ValueError if that
-    fails."""
+    """The shards of `text` with a vocabulary of this size, or of a tokenizer file; built if missing. Raises ValueError if that fails."""
     own = folder_of(work, text)
     texts = own / "text"
     split(text, texts)
@@ -135,13 +128,11 @@ def prepare(work: Path, text: Path, vocabulary: int | str = 30_000) -> RaceData:
     return build_both(texts / "train", texts / "held_out", own / "vocab", documents, vocabulary, 1 / ONE_IN)
 
 
-def build_both(
-    train: Path, held_out: Path, stem: Path, documents: str, vocabulary: int | str, share: float
-) -> RaceData:
+def build_both(train: Path, held_out: Path, stem: Path, digest: str, vocabulary: int | str, share: float) -> RaceData:
     """The shards of a text, of which `share` is held out, with a vocabulary as of `prepare`, and of its held-out documents, with the same
     tokenizer; built in STEM-VOCABULARY if missing."""
     folder = stem.with_name(f"{stem.name}-{vocabulary if isinstance(vocabulary, int) else Path(vocabulary).stem}")
-    data = RaceData(folder / "train", folder / "held_out", documents)
+    data = RaceData(folder / "train", folder / "held_out", digest)
     option = "--vocab-size" if isinstance(vocabulary, int) else "--tokenizer"
     tail = "--seq-len", SEQ_LEN, "--held-out"
     hardware.build_data(data.train, "--input", train, option, vocabulary, *tail, share)

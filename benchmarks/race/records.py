@@ -9,12 +9,10 @@ track, its recipe's digest and the dataset; the same command adds missing seeds.
 
 from __future__ import annotations
 
-import datetime
 import fcntl
 import json
 import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -24,8 +22,7 @@ from typing import Any
 from benchmarks.common import hardware
 from benchmarks.race.recipes import RaceRecipe, Track, track_of
 
-# the probability below which a gain over the record before it makes an entry the record
-RECORD_P = 0.01
+RECORD_P = 0.01  # the probability below which a gain over the record before it makes an entry the record
 RECORDS = hardware.ROOT / hardware.RESULTS / "speedrun.json"
 Entry = dict[str, Any]
 
@@ -96,24 +93,15 @@ class Records:
 
 def circumstances() -> dict[str, Any]:
     """Date, revision, machine, and how many of its cores others use before the run."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "revision": hardware.revision(),
-        "hardware": hardware.describe(),
-        "busy_cores": round(busy_cores(), 2),
-    }
+    where = {"date": hardware.now(), "revision": hardware.revision(), "hardware": hardware.describe()}
+    return where | {"busy_cores": round(busy_cores(), 2)}
 
 
 def busy_cores(seconds: float = 1.0) -> float:
     """Cores that are in use during `seconds` of doing nothing, or taken by other machines on the same host."""
+    import psutil
 
-    def ticks() -> int:
-        user, nice, system, _idle, _wait, *others = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
-        return user + nice + system + sum(others)
-
-    before = ticks()
-    time.sleep(seconds)
-    return (ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
+    return float(psutil.cpu_percent(seconds)) / 100 * psutil.cpu_count()
 
 
 def mean(entry: Entry, figure: str) -> float:
@@ -195,11 +183,9 @@ def comparisons(entries: list[Entry], peer: Entry) -> list[dict[str, Any]]:
 
 # peers' names in plots
 NAMES = {
-    "hf-modern-8000": "Hugging Face ModernBERT",
-    "hf-modern": "Hugging Face ModernBERT, 30,000 tokens",
-    "hf-tuned": "Hugging Face BERT",
-    "hf-loop": "Hugging Face BERT, not tuned",
-}
+    "hf-modern-8000": "Hugging Face ModernBERT", "hf-modern": "Hugging Face ModernBERT, 30,000 tokens",
+    "hf-tuned": "Hugging Face BERT", "hf-loop": "Hugging Face BERT, not tuned",
+}  # fmt: skip
 
 
 def plot(entries: list[Entry], path: Path) -> None:

@@ -19,10 +19,8 @@ from benchmarks.race.dataset import RaceData
 from benchmarks.race.recipes import RaceRecipe, Track
 from megabert import checkpoint
 
-# points of a curve, about, and the newest ones that are kept in any case
-POINTS, KEPT = 10, 24
-# the peer's files in the folder of a point
-WEIGHTS = "weights.safetensors"
+POINTS, KEPT = 10, 24  # points of a curve, about, and the newest ones that are kept in any case
+WEIGHTS = "weights.safetensors"  # the peer's files in the folder of a point
 
 
 @dataclass(frozen=True)

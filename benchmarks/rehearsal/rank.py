@@ -122,13 +122,10 @@ def held(inherited: list[str]) -> dict[str, float]:
     kib = {name: int(rollup[rollup.index(f"{name}:") + 1]) for name in ("Pss", "Private_Clean", "Private_Dirty")}
     opened = [target for target in descriptors() if target not in inherited]
     return {
-        "descriptors": len(opened),
-        "sockets": sum(target.startswith("socket:") for target in opened),
-        "maps": len(Path("/proc/self/maps").read_text().splitlines()),
-        "threads": len(os.listdir("/proc/self/task")),
-        "PSS MiB": kib["Pss"] / 1024,
-        "private MiB": (kib["Private_Clean"] + kib["Private_Dirty"]) / 1024,
-    }
+        "descriptors": len(opened), "sockets": sum(target.startswith("socket:") for target in opened),
+        "maps": len(Path("/proc/self/maps").read_text().splitlines()), "threads": len(os.listdir("/proc/self/task")),
+        "PSS MiB": kib["Pss"] / 1024, "private MiB": (kib["Private_Clean"] + kib["Private_Dirty"]) / 1024,
+    }  # fmt: skip
 
 
 class RehearsedEngine(Engine):
@@ -139,9 +136,7 @@ class RehearsedEngine(Engine):
     and on other ranks, asserts that it still is.
     """
 
-    def __init__(
-        self, config: Config, model: Any, world: World, deepspeed_extra: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, config: Config, model: Any, world: World, more: Mapping[str, Any] | None = None) -> None:
         """`model` builds the module, which gives the shapes and counts what a batch predicts."""
         self.config, self.world, self.dtype = config, world, torch.float32
         self.accumulation = accumulation(config, world.size)
@@ -180,13 +175,6 @@ class RehearsedEngine(Engine):
         self._deepspeed.global_steps += 1
         self.progress()
         return UpdateResult(
-            loss=losses.sum(),
-            losses=losses,
-            correct=correct,
-            counts=totals,
-            grad_norm=norm,
-            applied=applied,
-            vetoed=False,
-            host_loss=HostCopy(losses.sum()),
-            host_applied=HostCopy(applied),
-        )
+            loss=losses.sum(), losses=losses, correct=correct, counts=totals, grad_norm=norm, applied=applied, vetoed=False,
+            host_loss=HostCopy(losses.sum()), host_applied=HostCopy(applied),
+        )  # fmt: skip

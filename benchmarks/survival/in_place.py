@@ -49,28 +49,23 @@ CASES = (
     (Case("2 hosts, ZeRO-1, Muon, modern, no checkpoints", 2, 0, 0, ("zero.stage=1", *life.MODERN_MUON)), (0, 1)),
 )
 MOST_KILLS = 5  # of a job before its end
-# seconds of `--max-time`, of which a start and 5 s for saving are not training
-LIMITS = (7.5, 12.0)
-# seconds by which one rank's first save after each start is delayed, in half of the jobs
-SLOW = (0.05, 1.0)
-# kills and the most jobs of a run
-A_RUN, MOST_JOBS = 12, 60
-# ranks of timed kills
-TIMED = 2
-# of timed kills: updates from a restart to the next kill, at least and at most
-APART = (600, 900)
-# updates between the checkpoints that torchrun's restarts load
-SAVED_EVERY = 300
+LIMITS = (7.5, 12.0)  # seconds of `--max-time`, of which a start and 5 s for saving are not training
+SLOW = (0.05, 1.0)  # seconds by which one rank's first save after each start is delayed, in half of the jobs
+A_RUN, MOST_JOBS = 12, 60  # kills and the most jobs of a run
+TIMED = 2  # ranks of timed kills
+APART = (600, 900)  # of timed kills: updates from a restart to the next kill, at least and at most
+Hosts = tuple[int, ...]  # the host of each rank
+SAVED_EVERY = 300  # updates between the checkpoints that torchrun's restarts load
 
 
 class KeptRanks(Ranks):
     """The ranks of one start, each the child of its keeper; `hosts`: the host of each."""
 
-    def __init__(self, argv: list[str], run: Path, hosts: tuple[int, ...]) -> None:
+    def __init__(self, argv: list[str], run: Path, hosts: Hosts) -> None:
         super().__init__(run)
         self.processes = self._start([*argv, "--run", str(run)], hosts)
 
-    def _start(self, argv: list[str], hosts: tuple[int, ...]) -> list[Any]:
+    def _start(self, argv: list[str], hosts: Hosts) -> list[Any]:
         command, processes = [sys.executable, TRAIN, *argv, "--in-place"], []
         for rank, place in enumerate(hardware.rank_places(len(hosts))):
             of_host = {"LOCAL_RANK": str(hosts[:rank].count(hosts[rank])), "SLURMD_NODENAME": f"n{hosts[rank]}"}
@@ -91,9 +86,7 @@ class KeptRanks(Ranks):
     def kill_rank(self, rank: int) -> None:
         """SIGKILL the child that trains, which is older than the one that waits to follow it, as soon as there is one."""
         keeper = self.processes[rank]
-        self.wait_until(
-            lambda: keeper.poll() is not None or life.children_of(keeper.pid), f"rank {rank} is not started"
-        )
+        self.wait_until(lambda: keeper.poll() is not None or life.children_of(keeper.pid), f"rank {rank} is missing")
         for child in life.children_of(keeper.pid)[:1]:
             with contextlib.suppress(ProcessLookupError):  # killed by its keeper meanwhile
                 os.kill(child, signal.SIGKILL)
@@ -107,9 +100,7 @@ class KeptRanks(Ranks):
 class Job(KeptRanks):
     """A start of a run's command by forked keepers, watched while it is disturbed."""
 
-    def __init__(
-        self, case: Case, hosts: tuple[int, ...], data: Path, run: Path, server: Server, record: Record
-    ) -> None:
+    def __init__(self, case: Case, hosts: Hosts, data: Path, run: Path, server: Server, record: Record) -> None:
         self.server, self.record, self.case = server, record, case
         # the folder in memory of each rank's keeper, and sessions of the ranks and keepers seen
         self.folders: dict[int, Path] = {}
@@ -162,8 +153,7 @@ class Job(KeptRanks):
         return not self.ended()
 
     def reach(self, updates: int, kind: str, within: float) -> bool:
-        """Wait for that many updates, and for the situation in which the event `kind` is to be, then up to `within` seconds; whether the
-        job has not ended by then."""
+        """Wait for that many updates and the situation for the event `kind`, then up to `within` seconds; whether the job still runs."""
         goal, stale = last_step(self.run) + updates, set(life.saves_of(self.run))
 
         def due() -> bool:
@@ -247,12 +237,9 @@ def disturb(job: Job, chance: random.Random, end: str, most: int) -> None:
     job.terminate(chance, all_keepers=False)
 
 
-def train_disturbed(
-    case: Case, hosts: tuple[int, ...], data: Path, run: Path, server: Server, seed: str, kills: int
-) -> list[Record]:
+def disturb_run(case: Case, hosts: Hosts, data: Path, run: Path, server: Server, seed: str, kills: int) -> list[Record]:
     """Train a run in disturbed jobs, until it is finished, with about `kills` kills."""
-    jobs: list[Record] = []
-    left: set[Path] = set()  # folders of killed keepers, which the next start removes
+    jobs, left = list[Record](), set[Path]()  # jobs; folders of killed keepers, which the next start removes
     before = record = Record(case.name, len(set(hosts)), seed)
     while left or before.others != {0}:
         if len(jobs) == MOST_JOBS:
@@ -295,8 +282,7 @@ def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[st
     """Runs of CASES, one after the other, until `kills` kills were done, or Ctrl-C. Their jobs, totals and failures."""
     folder.mkdir()
     server, started = Server(), time.monotonic()
-    jobs: list[Record] = []
-    differ: list[str] = []
+    jobs, differ = list[Record](), list[str]()
     runs, steps = 0, STEPS_A_KILL * min(kills, A_RUN)
     try:
         while (done := sum(map(records.count_kills, jobs))) < kills:
@@ -306,7 +292,7 @@ def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[st
                 plain = Job(case, hosts, data, whole, server, Record(case.name, 0, ""))
                 if any(plain.codes()):
                     raise plain.failure(f"{case.name}: {plain.codes()}")
-            jobs += train_disturbed(case, hosts, data, run, server, f"{seed}-{runs}", min(A_RUN, kills - done))
+            jobs += disturb_run(case, hosts, data, run, server, f"{seed}-{runs}", min(A_RUN, kills - done))
             starts = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
             exact = min((start["step"] for start in starts if start["ranks"] < case.world), default=None)
             unread = [f"the log's last update is {jobs[-1].last}, not {steps}"] * (jobs[-1].last != steps)
@@ -322,7 +308,7 @@ def survive_in_place(data: Path, folder: Path, kills: int, seed: int) -> dict[st
 class RestartedRanks(KeptRanks):
     """Ranks under torchrun's agent, which ends all of a host when one dies, and starts all again."""
 
-    def _start(self, argv: list[str], hosts: tuple[int, ...]) -> list[Any]:
+    def _start(self, argv: list[str], hosts: Hosts) -> list[Any]:
         options = [f"--nproc-per-node={len(hosts)}", "--max-restarts=1000", "--monitor-interval=0.1"]
         options += ["--master-addr=127.0.0.1", f"--master-port={hardware.free_port()}"]
         return [self._process([sys.executable, "-m", "torch.distributed.run", *options, "--", TRAIN, *argv], {})]

@@ -22,14 +22,11 @@ from benchmarks.common import hardware
 from benchmarks.survival.life import POLL, Case, Failure, Life, Server, await_end, last_step, saved_steps
 from megabert.common.files import hash_file
 
-# aims of the kills, alternately
-PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")
+PLAN = ("any", "save", "any", "slow", "save", "any", "save", "any")  # aims of the kills, alternately
 # largest relative difference of a loss that rounding makes: ranks in another number sum in another order, and updates amplify it
 ROUNDING = 1e-2
-# approximate seconds of a start
-START_SECONDS = 0.5
-# seconds of delay of one rank's write
-SLOW = (0.5, 6.0)
+START_SECONDS = 0.5  # approximate seconds of a start
+SLOW = (0.5, 6.0)  # seconds of delay of one rank's write
 RESUMED, UNSEEN = "a start from the newest checkpoint", "a start that was killed before it logged from where"
 FROM_NOTHING = "a start from nothing, where no checkpoint was committed"
 

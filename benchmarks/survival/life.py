@@ -18,11 +18,9 @@ from typing import Any
 from benchmarks.common import hardware
 from megabert.common.processes import read_status
 
-# seconds after one rank was killed
-SURVIVORS_END_WITHIN = 20.0
+SURVIVORS_END_WITHIN = 20.0  # seconds after one rank was killed
 ENDED_BY_LAUNCHER = "in the start, before the ranks met; the others were ended as a launcher does"
-# time limit of a life in seconds
-LIFE_ENDS_WITHIN = 240.0
+LIFE_ENDS_WITHIN = 240.0  # time limit of a life in seconds
 POLL = 0.001
 TINY = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "batch.global_size=8", "batch.micro_size=8"),

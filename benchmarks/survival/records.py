@@ -21,11 +21,9 @@ IN_EVALUATION, IN_SAVE, AGAIN = "a rank in an evaluation", "a rank in a save", "
 KILLS = {"a rank": 5, "several ranks": 3, AGAIN: 3, IN_EVALUATION: 3, IN_SAVE: 3}
 TERM, KEEPER, ALL_KEEPERS, LIMIT, FINISHED = "TERM", "a keeper", "all keepers", "time limit", "the end of the run"
 DELAYS = {f"a rank, TERM after {seconds} s": seconds for seconds in (0.05, 0.6, 2.0)}
-# whose end is the reason for what the first start of a job repeats
-THE_JOB_BEFORE = "the job before"
+THE_JOB_BEFORE = "the job before"  # whose end is the reason for what the first start of a job repeats
 ENDS = {TERM: 4, **dict.fromkeys(DELAYS, 2), KEEPER: 2, ALL_KEEPERS: 1, LIMIT: 4}
-# updates between checkpoints
-INTERVAL = 10
+INTERVAL = 10  # updates between checkpoints
 # updates that may be repeated after a restart from copies: the newest copy is written while the next update is made
 IN_FLIGHT = 2
 FAILED, REQUEUE = 4, 85
@@ -148,11 +146,9 @@ def totals(jobs: Sequence[Record]) -> dict[str, Any]:
             kinds[kind]["updates_repeated"] += repeated
         kinds[job.end] += Counter({"jobs_ended": 1, "updates_lost": job.lost, "failures": len(job.failures)})
     return {
-        "kills": sum(map(count_kills, jobs)),
-        "jobs": len(jobs),
+        "kills": sum(map(count_kills, jobs)), "jobs": len(jobs), "updates_lost": sum(job.lost for job in jobs),
         "exit_codes": dict(Counter(str(code) for job in jobs for code in job.codes)),
-        "updates_lost": sum(job.lost for job in jobs),
         "by_kind": {kind: dict(counts) for kind, counts in kinds.items()},
         "failures": [f"{job.case}, job {job.seed}: {reason}" for job in jobs for reason in job.failures],
         "cases": [asdict(job) for job in jobs],
-    }
+    }  # fmt: skip

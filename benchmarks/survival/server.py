@@ -40,13 +40,11 @@ IMPORTED_LATER = ("torch.utils.tensorboard", "safetensors.torch", "encodings.idn
 
 def slow_down_the_first_write(seconds: float) -> None:
     """Delay the sync of the first file of this process' first checkpoint by `seconds`."""
-    fsync, waited = os.fsync, False
+    fsync, pauses = os.fsync, [seconds]
 
     def slow(file: Any) -> None:
-        nonlocal waited
-        if not waited and "/.saving-" in os.readlink(f"/proc/self/fd/{file}"):
-            waited = True
-            time.sleep(seconds)
+        if pauses and "/.saving-" in os.readlink(f"/proc/self/fd/{file}"):
+            time.sleep(pauses.pop())
         fsync(file)
 
     os.fsync = slow  # type: ignore[assignment]

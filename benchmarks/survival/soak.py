@@ -20,15 +20,11 @@ from typing import Any
 from benchmarks.common import hardware
 from benchmarks.survival.life import Case, Failure, Life, Server, await_end, in_sessions, last_step, saved_steps, wait
 
-# seconds between two samples
-EVERY = 0.2
-# of the first life
-WARM_UP = 0.2
-# rows of an update, as in life.TINY
-BATCH = 8
+EVERY = 0.2  # seconds between two samples
+WARM_UP = 0.2  # of the first life
+BATCH = 8  # rows of an update, as in life.TINY
 MIB = 1 << 20
-# exit code of a stopped run
-REQUEUE = 85
+REQUEUE = 85  # exit code of a stopped run
 Sample = dict[str, float]
 
 
@@ -70,8 +66,7 @@ def typical(samples: list[Sample]) -> Sample:
 
 
 def growth(before: Sample, after: Sample) -> dict[str, float]:
-    """Relative growth of each figure, of bytes relative to a MiB at least, since single pages come and go; of a figure that was 0 its
-    value."""
+    """Relative growth of each figure, of bytes relative to a MiB at least, since pages come and go; of a figure that was 0 its value."""
     base = {name: max(value, MIB) if name.endswith("_bytes") else value for name, value in before.items()}
     return {name: round((after[name] - before[name]) / base[name], 5) if base[name] else after[name] for name in before}
 
@@ -122,15 +117,12 @@ def soak(data: Path, folder: Path, updates: int, restarts: int, seed: int) -> di
     early, late = typical(lives[:third]), typical(lives[-third:])
     left = [name for name in os.listdir("/dev/shm") if {str(pid) for pid in sessions} & set(name.split("_"))]
     return {
-        "updates": updates,
-        "restarts": dict(ends),
-        "overrides": list(overrides),
+        "updates": updates, "restarts": dict(ends), "overrides": list(overrides),
         "first_life": {"early": parts[0], "late": parts[1], "growth": growth(*parts)},
         "restarted": {"early": early, "late": late, "growth": growth(early, late)},
-        "shared_memory_files_left": len(left),
-        "checkpoints_left": len(saved_steps(run)),
+        "shared_memory_files_left": len(left), "checkpoints_left": len(saved_steps(run)),
         "seconds": round(time.monotonic() - started, 1),
-    }
+    }  # fmt: skip
 
 
 def end(life: Life, gently: bool) -> str:

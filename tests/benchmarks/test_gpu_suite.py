@@ -216,11 +216,11 @@ def test_why_no_library_runs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_pack(tmp_path / "pack"),
         [ValueError("probe\nundefined symbol"), "9.0", ValueError("no nvcc")],
     )
-    monkeypatch.setattr(pack, "run", Mock(side_effect=outcomes))
+    monkeypatch.setattr(pack, "output_of", Mock(side_effect=outcomes))
     with pytest.raises(ValueError, match=r"the pack's: undefined symbol; building one here: no nvcc"):
         pack.place_library(folder, "cuda")
     slow = Mock(side_effect=TimeoutError("no end after 180 s"))
-    monkeypatch.setattr(pack, "run", slow)
+    monkeypatch.setattr(pack, "output_of", slow)
     with pytest.raises(TimeoutError):
         pack.place_library(folder, "cuda")
     assert slow.call_count == 1

@@ -192,7 +192,7 @@ def test_trainer_has_the_inputs_of_ours(kind: str, file: str, tuned: Path) -> No
     task = tasks.custom(kind) if kind == "tag" else tasks.custom(kind, ("a", "b"), "label")
     examples = files.read(task, tuned / file)
     labels = collect_labels(task, examples)
-    tokenizer = trainer.AutoTokenizer.from_pretrained(tuned / "hf")
+    tokenizer = trainer.transformers.AutoTokenizer.from_pretrained(tuned / "hf")
     rows, _ = trainer.rows_of(task, examples, tokenizer, {label: i for i, label in enumerate(labels)}, 8)
     items = TaskEncoding(task, Tokenizer.load(tuned / "run/vocab.txt"), labels, 8).encode(examples)
     first = {item.example: item for item in reversed(items)}
