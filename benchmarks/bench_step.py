@@ -45,8 +45,8 @@ from megabert.metrics import training_flops
 from megabert.model import BertForPreTraining
 
 SIZES: dict[str, dict[str, Any]] = {
-    name: {"layers": layers, "hidden": hidden, "heads": heads} for name, layers, hidden, heads in
-    (("tiny", 2, 64, 2), ("mini", 4, 256, 4), ("base", 12, 768, 12), ("large", 24, 1024, 16))
+    "tiny": {"layers": 2, "hidden": 64, "heads": 2}, "mini": {"layers": 4, "hidden": 256, "heads": 4},
+    "base": {"layers": 12, "hidden": 768, "heads": 12}, "large": {"layers": 24, "hidden": 1024, "heads": 16},
 }  # fmt: skip
 M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 # vocabulary of the dataset without --data (the documentation of few installations is large enough for the published size), and the

@@ -93,7 +93,7 @@ def kernel_times(sides: Mapping[str, Call], device: torch.device, rounds: int, s
 
     On CUDA as many calls as take about a millisecond are in a CUDA graph, and its replays are timed by events, which measures the
     kernels and the gaps between them. Raises CaptureFailed for a call that cannot be captured because it waits for the device; its
-    wall-clock time would measure Python. On the CPU a time is over enough calls to take `seconds`. On both sides alternate.
+    wall-clock time would measure Python. On the CPU a time is over enough calls to take `seconds`. Sides alternate on each.
     """
     if device.type != "cuda":
         counts = {}

@@ -16,7 +16,7 @@ import sys
 import time
 import tomllib
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,7 @@ def fetch(need: Requirement, folder: Path) -> None:
 # -- here ------------------------------------------------------------------------------------------------------------
 
 
-def make(
-    folder: Path, corpus: Sequence[str], vocabulary: int, library: Path | None = None, wheels: bool = True
-) -> Record:
+def make(folder: Path, text: list[str], vocabulary: int, library: Path | None = None, wheels: bool = True) -> Record:
     """Write the pack; `library`: a library already built from this tree. Raises ValueError."""
     if folder.exists() and not (folder / RECORD).is_file():
         raise ValueError(f"{folder}: exists and is not a pack; name another folder")
@@ -139,7 +137,7 @@ def make(
         raise ValueError(f"{library} does not load on glibc 2.28, for which setup.py builds: {', '.join(newer)}")
     shutil.copy2(library, folder / LIBRARY)
     lengths = ("--held-out", 0.02, "--nsp", "--vocab-size", vocabulary, "--seq-len", 128, 512)
-    hardware.build_data(folder / "data", *lengths, "--input", *corpus)
+    hardware.build_data(folder / "data", *lengths, "--input", *text)
     there, carried, needs = of_the_machine(), set[str](), list[Requirement]()
     if wheels:
         needs = requirements(there, dependencies())

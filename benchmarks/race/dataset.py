@@ -92,11 +92,12 @@ def split(text: Path, target: Path) -> None:
     if (target / MARK).is_file():
         return
     named = [(f"{name}.txt", documents_of(path)) for name, path in files_of(text)]
-    texts = (one for path, _ in pydoc_corpus.files() for one in pydoc_corpus.documents(path))
-    built_in = (json.dumps({"text": one}).encode() + b"\n" for one in texts)
+    if not named:  # the documentation in every Python installation, a document a line of JSON
+        texts = (one for path, _ in pydoc_corpus.files() for one in pydoc_corpus.documents(path))
+        named = [("built-in.jsonl", (json.dumps({"text": one}).encode() + b"\n" for one in texts))]
     counts, digest = {"train": 0, "held_out": 0}, hashlib.sha256()
     with atomic_folder(target, MARK, overwrite=True) as folder:
-        for name, documents in named or [("built-in.jsonl", built_in)]:
+        for name, documents in named:
             parts: dict[str, list[bytes]] = {part: [] for part in counts}
             for document in documents:
                 parts["held_out" if is_held_out(document) else "train"].append(document)

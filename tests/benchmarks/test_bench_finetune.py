@@ -147,5 +147,7 @@ def test_finished_runs_are_kept_and_checked(stand_in: Callable[..., list[str]], 
         stand_in(*given, "2")
 
 
-def test_batch_given_is_that_of_every_task(stand_in: Callable[..., list[str]]) -> None:
+def test_batch_given_is_that_of_every_task(stand_in: Callable[..., list[str]], tmp_path: Path) -> None:
     assert stand_in("--models", "ours=x", "--seeds", "1", "--batch", "8") == ["ours 1 8", "random-weights 1 8"]
+    (result,) = json.loads((tmp_path / "out.json").read_text())["tasks"].values()
+    assert result["rows"]["ours"]["scores"] == {"accuracy": {"mean": 1.0}}, "one seed has no deviation"
