@@ -275,7 +275,6 @@ class Trainer:
         """Evaluate, and write the metrics to the sinks. A collective."""
         state, patience, started = self.state, self.config.eval.patience, time.perf_counter()
         metrics = self.workload.evaluate(state.step, self.watchdog.progress)
-        check_finite(metrics, state.step, self.schedule.limit)
         state.evaluation_owed = False
         state.evaluation_seconds = max(state.evaluation_seconds, time.perf_counter() - started)
         self.save_due |= self.checkpoints.saved_step == state.step  # was saved without the evaluation
@@ -285,6 +284,7 @@ class Trainer:
         reached = {"step": state.step, "time/train_seconds": round(state.seconds, 3), "data/tokens": state.tokens}
         self.sinks.write(reached | metrics)
         self.sinks.show(state.step, self.workload.samples)
+        check_finite(metrics, state.step, self.schedule.limit)
         self.world.barrier()  # rank 0 wrote to the sinks alone: keep that out of the other ranks' training time
         if not patience or len(state.phase_starts) < len(self.schedule.phases):
             return

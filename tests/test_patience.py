@@ -169,6 +169,7 @@ def test_a_run_that_ends_with_no_loss_has_failed(world, tmp_path):
     with pytest.raises(BadTraining, match=r"step 10, schedule.total_steps=10: the held-out loss is nan"):
         trainer.train()
     trainer.close()
+    assert logged(tmp_path, "eval/mlm_loss")[10] == "nan"
     assert load_weights(tmp_path)[1]["step"] == 9
 
 

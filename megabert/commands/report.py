@@ -176,13 +176,12 @@ def results(run: ReportedRun) -> dict[str, str]:
     table = {"updates": f"{run.last.get('step', 0):,}{of_budget(run)}"}
     for chart in CHARTS:
         for name in chart.names:
-            value = run.last.get(name)  # as text, if it is not finite
             kind = ", held out" if name.startswith("eval/") else ", training" if len(chart.names) > 1 else ""
-            if value is not None:
-                table[chart.title + kind] = value if isinstance(value, str) else chart.written.format(value)
+            if name in run.last:  # as text, if it is not finite
+                table[chart.title + kind] = chart.written.format(float(run.last[name]))
     for name, value in run.last.items():
-        if name.startswith(("eval/loss_by_source/", "eval/loss_by_dataset/")) and isinstance(value, int | float):
-            table[f"Loss, held out, {name.split('/', 2)[2]}"] = f"{value:.4g}"
+        if name.startswith(("eval/loss_by_source/", "eval/loss_by_dataset/")):
+            table[f"Loss, held out, {name.split('/', 2)[2]}"] = f"{float(value):.4g}"
     if "time/train_seconds" in run.last:
         table["trained for"] = duration(run.last["time/train_seconds"])
     restarts = sum(event.kind == "restart" for event in run.events)
@@ -305,7 +304,9 @@ def sample_tables(run: ReportedRun) -> list[dict[str, Any]]:
         rows, tokens = [], sample["tokens"]
         for i, mask in enumerate(sample["masks"]):
             hidden, of_runs = tokens[mask["at"]], [line["samples"][number]["masks"][i] for line in run.samples]
-            predictions = [[(displayed(word), p, word == hidden) for word, p in one["predicted"]] for one in of_runs]
+            predictions = [
+                [(displayed(word), float(p), word == hidden) for word, p in one["predicted"]] for one in of_runs
+            ]
             rows.append((displayed(hidden), predictions))
         heads = [f"update {line['step']:,}" for line in run.samples]
         masks = {mask["at"]: mask["shown"].strip() for mask in sample["masks"]}

@@ -149,6 +149,19 @@ def test_continuations_are_marked_and_texts_no_markup(tmp_path: Path) -> None:
     assert ["cat", f"✗ {evil} 75%, dog 0%"] in rows
 
 
+def test_numbers_that_are_not_finite_are_shown(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    broken = samples(100, " cat")
+    broken["samples"][0]["masks"][0]["predicted"] = [[" cat", "nan"]]
+    write_lines(run / "samples.jsonl", [samples(0, " fish"), broken])
+    with open(run / "metrics.jsonl", "a") as file:
+        losses = {"eval/mlm_loss": "nan", "eval/loss_by_source/wiki": "inf", "eval/mlm_accuracy": "nan"}
+        file.write(json.dumps({"step": 100} | losses) + "\n")
+    _, rows = render_page(run, tmp_path / "r.html")
+    assert ["Loss, held out", "nan"] in rows and ["Loss, held out, wiki", "inf"] in rows
+    assert ["cat", "✗ fish 75%, dog 0%", "✓ cat nan%"] in rows
+
+
 @pytest.mark.parametrize(
     ("unit", "shown"), [("minutes=30", "100, 0.0% of 30 minutes"), ("tokens=4000", "100, 50.0% of 4,000 tokens")]
 )
