@@ -3,6 +3,8 @@
 A rule is a function and an entry: a measure of all documents of a batch at once, and its `QualityRule` in the `RULES` of a file.
 
     # data_prep/filters/long_words.py
+    import numpy as np
+
     from data_prep.filters.measures import DocumentMeasures, QualityRule, compute_share, segment_sums
 
     def long_words(m: DocumentMeasures) -> np.ndarray:

@@ -1,11 +1,14 @@
 """Every rule with a document on its limit and one beyond; limits from a command line; hashes of documents; n-gram shares."""
 
 import random
+import re
+import textwrap
 from collections import Counter
 
 import numpy as np
 import pytest
 
+from data_prep import filters
 from data_prep.common.errors import BadInput
 from data_prep.filters import measures, repetition, rules
 from data_prep.filters.rules import REASONS, judge, judge_lines, parse
@@ -70,6 +73,14 @@ def test_phrase_ends_in_its_document_or_line():
     assert found == ["", "", "max-lorem-ipsum"]
     batch = batch_of(["Our privacy\npolicy.", "By the terms of", "use it."])
     assert not judge_lines(batch, {"max-line-notices": 0}).any()
+
+
+def test_the_example_of_a_rule_runs():
+    names: dict = {}
+    exec(textwrap.dedent("".join(re.findall(r"^(?: {4}.*)?\n", filters.__doc__, re.M))), names)
+    (rule,) = names["RULES"]
+    documents = measures.DocumentMeasures(batch_of(["a b", "a " + "b" * 31]), {rule.name: rule.limit})
+    assert rule.measure(documents).tolist() == [0, 0.5] and rule.broken(documents).tolist() == [False, True]
 
 
 def test_every_rule_has_a_case_and_help():
