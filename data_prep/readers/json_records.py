@@ -12,7 +12,7 @@ from data_prep.common.errors import BadInput
 from data_prep.readers import streams
 from data_prep.readers.lines import split_text
 from data_prep.readers.streams import NO_FIELD, NULL, SPACE, Slice, Stream
-from megabert.common.tables import field_names, find, join, mark_twice
+from megabert.common.tables import field_names, find, join, json_object
 
 TOKEN = re.compile(rb'\\.|["{}\[\],]', re.DOTALL)
 
@@ -100,7 +100,7 @@ def _text(record: bytes, offset: int, stream: Stream) -> str | None:
         return None
 
     try:
-        hook = _object if _may_repeat(record, options.text_field) else None  # it takes half as long again
+        hook = json_object if _may_repeat(record, options.text_field) else None  # it takes half as long again
         value = json.loads(utf8.decode(record, options, problems, stream.path), object_pairs_hook=hook)
     except UnicodeDecodeError as error:
         return bad("invalid UTF-8", utf8.INVALID, error.start)
@@ -134,12 +134,6 @@ def _text(record: bytes, offset: int, stream: Stream) -> str | None:
 def _may_repeat(record: bytes, text_field: str) -> bool:
     names = {text_field, *re.split(r"[+.]|\[\]", text_field)} - {""}
     return any(record.count(b'"%s"' % name.encode(errors="surrogateescape")) > 1 for name in names)
-
-
-def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, with TWICE for each name that several fields have."""
-    found = dict(fields)
-    return found if len(found) == len(fields) else found | mark_twice([name for name, _ in fields])
 
 
 def _joined(value: Any) -> str | None:

@@ -174,6 +174,12 @@ def mark_twice(names: Sequence[str]) -> dict[str, Any]:
     return {name: TWICE for name, count in Counter(names).items() if count > 1}
 
 
+def json_object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, with TWICE for each name that several fields have."""
+    found = dict(fields)
+    return found if len(found) == len(fields) else found | mark_twice([name for name, _ in fields])
+
+
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Number and text of each line. Lines end in LF or CRLF; other line ends of Unicode are text."""
     number = 0
@@ -205,11 +211,11 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def parse_json(where: str, text: str) -> Any:
-    """The value of a JSON text. Raises ValueError beginning with `where`, also for strings of invalid Unicode."""
+    """The value of a JSON text, as of `json_object`. Raises ValueError beginning with `where`, also for strings of invalid Unicode."""
     try:
-        tree = json.loads(text)
+        tree = json.loads(text, object_pairs_hook=json_object)
         if "\\u" in text:  # may be half a surrogate pair
-            json.dumps(tree, ensure_ascii=False).encode()
+            json.dumps(tree, ensure_ascii=False, default=repr).encode()
         return tree
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: is not JSON ({error})") from None

@@ -63,6 +63,8 @@ def _read_jsonl(file: Path) -> Iterator[Pair]:
             good, bad = values["sentence_good"], values["sentence_bad"]
             if not isinstance(good, str) or not isinstance(bad, str):
                 raise TypeError("they are not text")
+            if tables.TWICE in values.values():
+                raise TypeError("a field is there twice")
         except (KeyError, TypeError) as error:
             raise ValueError(f"{where}: no object with sentence_good and sentence_bad ({error})") from None
         if not (good.strip() and bad.strip()):

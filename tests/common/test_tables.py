@@ -81,7 +81,8 @@ def test_a_name_of_two_columns_cannot_be_read(tmp_path):
     parquet.write_table(pa.table(arrays, names=["a", "b", "a"]), tmp_path / "t.parquet")
     (tmp_path / "t.tsv").write_text("a\tb\ta\nx\ty\tz\n")
     (tmp_path / "t.csv").write_text("a,b,a\nx,y,z\n")
-    for name, row in (("t.parquet", "row 0"), ("t.tsv", "line 2"), ("t.csv", "line 2")):
+    (tmp_path / "t.jsonl").write_text('{"a": "x", "b": "y", "a": "\\u007a"}\n')
+    for name, row in (("t.parquet", "row 0"), ("t.tsv", "line 2"), ("t.csv", "line 2"), ("t.jsonl", "line 1")):
         assert [values for _, values in tables.rows(tmp_path / name, ["b"])] == [["y"]]
         for column in ("a", "b+a", "c|a"):
             with pytest.raises(ValueError, match=rf"{name}, {row}: column '.*a' is there twice; rename one of them"):
