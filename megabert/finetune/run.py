@@ -475,6 +475,8 @@ def train_missing(
         result = world.broadcast(json.loads(path.read_text()) if world.is_main and path.is_file() else None)
         if result is not None:
             refuse_other_rate(path.parent, result["settings"]["lr"], settings.lr)
+            if world.is_main:  # those of a run that was killed while they were removed
+                shutil.rmtree(path.parent / "checkpoints", ignore_errors=True)
         else:
             log.info(
                 f"{data.run_name(output / name)}: run {number} of {len(runs)}, {settings.epochs} epochs at rate {settings.lr:g}"

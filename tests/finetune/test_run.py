@@ -199,8 +199,9 @@ def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, start)
 
     assert runs_of(StopAt(1), 3e-3) is None
     first = runs_of(StopAt(), 3e-3)
+    (left := tmp_path / "lr0.003-seed1/checkpoints").mkdir()
     again = runs_of(StopAt(), 3e-3, 1e-12)
-    assert first is not None and again is not None and len(modules) == 1 + 2 + 2
+    assert first is not None and again is not None and len(modules) == 1 + 2 + 2 and not left.exists()
     assert again["runs"][:2] == first["runs"] and [run["settings"]["seed"] for run in again["runs"]] == [1, 2] * 2
     assert json.loads((tmp_path / "summary.json").read_text()) == again and again["settings"] == common
     best, other = (point["scores"]["dev"]["accuracy"]["mean"] for point in again["points"])
