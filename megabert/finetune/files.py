@@ -229,7 +229,7 @@ def _known(task: Task, where: str, label: str) -> str:
 
 
 def _plain(where: str, column: str, value: Any) -> str:
-    """A label or an id as a string; in JSONL it may be a number, true or false."""
+    """A label or an id as a string; in JSONL it may be a number, true or false. 1.0 is the number 1."""
     if isinstance(value, str):
         if any(end in value for end in "\t\n\r"):
             raise ValueError(f"{where}: column {column!r} holds {value!r:.40}, with a tab or a line end; remove it")
@@ -237,7 +237,8 @@ def _plain(where: str, column: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: column {column!r} holds {value}; fill it or remove the line")
     if isinstance(value, bool | int | float):
-        return json.dumps(value)
+        whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+        return json.dumps(int(value) if whole else value)
     raise ValueError(
         f"{where}: column {column!r} holds {json.dumps(value, default=repr):.40}, which is neither text nor a number"
     )
@@ -324,7 +325,7 @@ def _tags_of_spans(sentence: SentenceExample, spans: Any) -> tuple[list[str], in
             inside = [i for i, (first, last) in enumerate(places) if first < end and last > start]
         if not inside or not isinstance(label, str) or not label:
             raise ValueError(
-                f"{where}: {json.dumps(span):.80} is not a span (start, end, label) around a word of its text"
+                f"{where}: {json.dumps(span, default=repr):.80} is not a span (start, end, label) around a word of its text"
             )
         if any(tags[i] != "O" for i in inside):
             raise ValueError(f"{where}: two spans share the word {sentence.words[inside[0]]!r:.40}; a word has one tag")

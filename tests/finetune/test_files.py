@@ -291,6 +291,8 @@ def test_ranking_is_pairs_of_a_query(tmp_path, caplog) -> None:
 def test_labels_of_json_and_label_sets(tmp_path) -> None:
     path = write(tmp_path / "t.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": true}')
     assert [e.label for e in read(PLAIN, path)] == ["1", "true"]
+    path = write(tmp_path / "f.jsonl", "".join(f'{{"text": "a", "label": {n}}}\n' for n in (1.0, 0.5, -2.0, 1e300)))
+    assert [e.label for e in read(PLAIN, path)] == ["1", "0.5", "-2", "1e+300"], "1.0 is the number 1"
     path = write(tmp_path / "s.jsonl", '{"a": "x", "b": "y", "y": 2}\n{"a": "x", "b": "y", "y": "-1e-1"}')
     assert [e.label for e in read(SCORE, path)] == [2.0, -0.1]
     path = write(tmp_path / "blank.csv", "text,label\na, pos\nb,pos\n")
