@@ -78,12 +78,11 @@ class LoadedModel:
         there is one. A text longer than the model's positions is cut. Raises ValueError for another pool and for half a
         character in a text, TypeError for what is no text."""
         from megabert.commands.extraction import Extractor
-        from megabert.data.tokenizer import check_texts
+        from megabert.data.tokenizer import list_texts
 
         if pool not in POOLS:
             raise ValueError(f"pool={pool!r}: choose {', '.join(POOLS)}")
-        given = [texts] if isinstance(texts, str) else list(texts)
-        check_texts(given)
+        given = list_texts(texts)
         current = self._read_weights()
         if self._extractor is None:
             self._extractor = Extractor(current)
@@ -92,13 +91,22 @@ class LoadedModel:
 
     def logits(self, texts: str | Sequence[str] | Tensor) -> Tensor:
         """Logits of texts, or of ids as `tokenizer` returns them: fp32 [n, T, V]; of the next token for a causal model. Without gradients
-        and dropout; use `model` for those. Raises ValueError for a text too long for the model, and for a model without an MLM head."""
+        and dropout; use `model` for those. Raises ValueError for a text too long for the model, for ids that are not the vocabulary's,
+        and for a model without an MLM head."""
         import torch
 
         from megabert.model import evaluating
 
         self.pretrained.refuse_without_mlm_head()
         config, ids = self.pretrained.config, texts if isinstance(texts, torch.Tensor) else self.tokenizer(texts)
+        if ids.ndim != 2 or not ids.shape[1] or ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"ids of shape {list(ids.shape)}, {ids.dtype}: expected whole numbers [n, T], as of tokenizer"
+            )
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < config.model.vocab_size:
+            raise ValueError(
+                f"ids {int(ids.min())} to {int(ids.max())}: the model has 0 to {config.model.vocab_size - 1}"
+            )
         if ids.shape[1] > config.model.max_positions:
             raise ValueError(
                 f"{ids.shape[1]} tokens, the model takes at most {config.model.max_positions}; shorten the text"
@@ -111,9 +119,11 @@ class LoadedModel:
         """The `top` likeliest (word, probability) of each [MASK] in `text`; of several texts a list of these. Raises ValueError for a
         text without one or too long for the model, for `top` below 1, and for a model without an MLM head."""
         from megabert.commands.fill import Filler
+        from megabert.data.tokenizer import list_texts
 
         filler = Filler(self.pretrained, self.model)
-        return filler.fill(text, top) if isinstance(text, str) else [filler.fill(one, top) for one in text]
+        filled = [filler.fill(one, top) for one in list_texts(text)]
+        return filled[0] if isinstance(text, str) else filled
 
     def _read_weights(self) -> Pretrained:
         """Give `pretrained` the weights that `model` has now; returns it."""

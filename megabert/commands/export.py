@@ -60,7 +60,8 @@ def write(
     """Write config, weights, tokenizer and model card, which calls the model `name` (default: as the folder). `pool`: "mean" or "cls"
     adds the files of sentence-transformers, for pooled vectors of length 1; `onnx` the masked-language model as ONNX. Raises ValueError
     naming what cannot be exported or a wrong `output`, without writing anything."""
-    from megabert.hf import mapping, model_card, sentence_folder, tokenizer_files
+    from megabert.data import tokenizer_files
+    from megabert.hf import mapping, model_card, sentence_folder
     from megabert.hf.read import MLM_HEAD
 
     model, causal = pretrained.config.model, pretrained.config.data.masking.causal

@@ -23,10 +23,11 @@ from megabert.common import tables
 from megabert.common.files import atomic_file
 from megabert.common.logs import log
 from megabert.common.streaming import in_order
+from megabert.data import tokenizer_files
 from megabert.data.packing import groups, pack, pack_line
 from megabert.data.tokenizer import UnknownTokens
 from megabert.engine import DTYPES
-from megabert.hf import Pretrained, tokenizer_files
+from megabert.hf import Pretrained
 from megabert.hf.inference import on_every_core, one_row, pack_weights, read_layers, vector_width
 
 # batches that are sorted by length together, and whose vectors are in memory together

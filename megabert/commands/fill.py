@@ -41,7 +41,6 @@ class Filler:
         own = self.tokenizer.tokens[self.tokenizer.mask_id]
         if MASK not in text and own not in text:
             raise ValueError(f"the text has no {MASK}{f' or {own}' * (own != MASK)}; put one where a word is wanted")
-        import numpy as np
         import torch
 
         from megabert.data.packing import pack
@@ -50,7 +49,7 @@ class Filler:
 
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
-        ids = np.array(self.tokenizer.encode_masked(text))
+        ids = self.tokenizer(text)[0].numpy()
         UnknownTokens(self.tokenizer).add([ids]).warn("the text")
         most, causal = self.config.model.max_positions, self.config.data.masking.causal
         masks = torch.from_numpy((ids == self.tokenizer.mask_id).nonzero()[0])

@@ -15,8 +15,9 @@ The file is read once, then hashed and parsed. The kind is recognised by content
                    that BERT's cleaning drops
     tokenizers     a tokenizer.json (`megabert.data.tokenizer_json`)
 
-"[MASK]" in a document is ordinary text: `[`, `mask`, `]`. (transformers' BertTokenizer gives the special id there, and [UNK] for a
-word of more than 100 characters, which is cut here; all other ids are the same.)
+"[MASK]" in a document of pre-training is ordinary text: `[`, `mask`, `]`; in a text for a trained model names of special tokens are
+these. (transformers' BertTokenizer gives the special id in both, and [UNK] for a word of more than 100 characters, which is cut here;
+all other ids are the same.)
 """
 
 from __future__ import annotations
@@ -268,26 +269,18 @@ class Tokenizer:
         return self.encode_batch([prepared(text, self.form) for text in texts])
 
     def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
-        """int32 [n, T]: `encode_masked` of each text, padded with id 0; an input of the model's `forward`. Raises ValueError without a
-        text, and as `check_texts`."""
+        """int32 [n, T]: `[CLS] text [SEP]` of each text, padded with id 0; an input of the model's `forward`. Names of special tokens in a
+        text are these tokens, and so is "[MASK]". Raises ValueError without a text, and as `list_texts`."""
         import torch
 
-        given = [texts] if isinstance(texts, str) else list(texts)
-        if not given:
-            raise ValueError("no texts; give one at least")
-        check_texts(given)
-        rows = [torch.tensor(self.encode_masked(text), dtype=torch.int32) for text in given]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+        from megabert.data import tokenizer_files
 
-    def encode_masked(self, text: str) -> list[int]:
-        """Ids of `[CLS] text [SEP]`, in which each "[MASK]", or the tokenizer's name for it, is the special token."""
-        masks = {SPECIAL_TOKENS[-1], self.tokens[self.mask_id]}
-        before, *after = (part.rstrip() for part in re.split("|".join(map(re.escape, masks)), text.strip()))
-        ids = [self.cls_id, *self.encode_texts([before])[0]]
-        for part in after:
-            encode = self.encode_texts if part[:1].isspace() else self.encode_inside
-            ids += [self.mask_id, *encode([part])[0]]
-        return [*ids, self.sep_id]
+        if not (given := list_texts(texts)):
+            raise ValueError("no texts; give one at least")
+        named = [text.replace(SPECIAL_TOKENS[-1], self.tokens[self.mask_id]) for text in given]
+        encoded = tokenizer_files.encode(self, named)
+        rows = [torch.tensor([self.cls_id, *ids, self.sep_id], dtype=torch.int32) for ids in encoded]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         """As `encode_texts`, of words without a space before them, as in texts without spaces."""
@@ -295,7 +288,7 @@ class Tokenizer:
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
         """Ids of each text as of `encode_texts`, and int64 [n, 2]: first character of each token, and one past its last. Of a
-        SentencePiece model; `megabert.hf.tokenizer_files` has those of all that can be exported.
+        SentencePiece model; `megabert.data.tokenizer_files` has those of all that can be exported.
 
         Offsets are in the text as given, before normalisation, without blanks before the token. Both offsets are equal for a token
         without characters: a blank, or one of several tokens of a single character.
@@ -353,13 +346,18 @@ class UnknownTokens:
             )
 
 
-def check_texts(texts: Sequence[Any]) -> None:
-    """Raises TypeError naming the first that is no text, ValueError one with half a character, which UTF-8 cannot hold."""
-    for number, text in enumerate(texts):
+def list_texts(texts: Any) -> list[str]:
+    """A text or several as a list. Raises TypeError naming what is no text, ValueError one with half a character, which UTF-8 cannot
+    hold."""
+    if not isinstance(texts, str | Iterable):
+        raise TypeError(f"texts: expected str, or several, got {type(texts).__name__}")
+    given = [texts] if isinstance(texts, str) else list(texts)
+    for number, text in enumerate(given):
         if not isinstance(text, str):
             raise TypeError(f"texts[{number}]: expected str, got {type(text).__name__}")
         if half := re.search("[\ud800-\udfff]", text):
             raise ValueError(f"texts[{number}]: has {half[0]!r}, which is half a character; remove or replace it")
+    return given
 
 
 def without_space(tokenizer: Tokenizer, ids: list[int], bare_id: Callable[[int], int | None]) -> list[int]:

@@ -68,11 +68,11 @@ def exported(tokenizer: Tokenizer) -> Any:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of raw texts, without [CLS] and [SEP], equal to those of the exported tokenizer: a special token that a text spells out
-    is one."""
+    """Token ids of raw texts for a trained model, without [CLS] and [SEP], equal to those of the exported tokenizer: a special token
+    that a text spells out is one."""
     library = exported(tokenizer)
     if library is None:
-        return tokenizer.encode_texts(texts)
+        return [_encode_marked(tokenizer, text) for text in texts]
     if isinstance(tokenizer, FastTokenizer):
         return ids_by_library(texts, library, library, tokenizer.unk_id)
     # several times as fast as the library for a SentencePiece model
@@ -81,6 +81,18 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     for i, text in enumerate(texts):
         if special.search(text):
             ids[i] = library.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def _encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
+    """`encode` of a text for a tokenizer that is not exported."""
+    names = {tokenizer.tokens[i]: i for i in tokenizer.special_ids.values()}
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+    before, *rest = map(str.rstrip, parts)
+    ids = [*tokenizer.encode_texts([before])[0]]
+    for name, part in zip(rest[::2], rest[1::2], strict=True):
+        encode = tokenizer.encode_texts if part[:1].isspace() else tokenizer.encode_inside
+        ids += [names[name], *encode([part])[0]]
     return ids
 
 

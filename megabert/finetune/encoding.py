@@ -158,13 +158,13 @@ class TaskEncoding:
         return self.max_length - 2 - self.separators
 
     def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        from megabert.hf import tokenizer_files
+        from megabert.data import tokenizer_files
 
         return [np.array(ids, np.int32) for ids in tokenizer_files.encode(self.tokenizer, texts)]
 
     def _ids_and_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 [n], int64 [n, 2]) of each text."""
-        from megabert.hf import tokenizer_files
+        from megabert.data import tokenizer_files
 
         for at in range(0, len(texts), CHUNK):
             for ids, offsets in tokenizer_files.encode_with_offsets(self.tokenizer, texts[at : at + CHUNK]):

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from megabert.common.files import write_tensors
 from megabert.common.run_files import CONFIG
+from megabert.data import tokenizer_files
 from megabert.finetune import save
 from megabert.finetune.heads import TOKEN_KINDS
 from megabert.finetune.save import Described, Finetuned
 from megabert.finetune.scores import log_odds
-from megabert.hf import mapping, tokenizer_files
+from megabert.hf import mapping
 from megabert.hf.model_card import page
 
 

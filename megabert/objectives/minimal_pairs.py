@@ -20,11 +20,12 @@ from torch import nn
 from tqdm import tqdm
 
 from megabert.config import Config
+from megabert.data import tokenizer_files
 from megabert.data.packing import groups, pack, pack_line
 from megabert.data.pairs import Pair
 from megabert.data.tokenizer import Tokenizer, UnknownTokens
 from megabert.distributed.ranks import World
-from megabert.hf import Pretrained, tokenizer_files
+from megabert.hf import Pretrained
 from megabert.hf.inference import on_every_core, one_row, pack_weights
 from megabert.model import evaluating
 

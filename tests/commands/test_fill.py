@@ -22,7 +22,12 @@ def test_words_are_those_of_the_pipeline(kind: str, tmp_path: Path) -> None:
     export.export(run, tmp_path / "hf")
     pipeline = transformers.pipeline("fill-mask", str(tmp_path / "hf"), device="cpu")
     pretrained = hf.load(run)
-    for text in ("the quick [MASK] jumps", "[MASK] sells [MASK], surely", "so [MASK][MASK]"):
+    for text in (
+        "the quick [MASK] jumps",
+        "[MASK] sells [MASK], surely",
+        "so [MASK][MASK]",
+        "the [SEP]fox [CLS] [MASK]",
+    ):
         answers = pipeline(text, top_k=4)
         answers = answers if isinstance(answers[0], list) else [answers]
         filled = fill.Filler(pretrained).fill(text, top=4)
@@ -75,7 +80,21 @@ def test_python_names_what_is_no_text(tmp_path: Path) -> None:
             given(["a", "b \ud800"])
         with pytest.raises(TypeError, match=r"texts\[0\]: expected str, got int"):
             given([5])
+    for given in (model.tokenizer, model.logits, model.encode, model.fill):
+        with pytest.raises(TypeError, match="texts: expected str, or several, got NoneType"):
+            given(None)
     assert model.encode([]).shape == (0, 32)
+    most = model.tokenizer.vocab_size
+    assert most % 128, "the embedding has padding entries"
+    for ids, message in (
+        ([[2, most, 3]], rf"ids 2 to {most}: the model has 0 to {most - 1}"),
+        ([[2, -1, 3]], "ids -1 to 3: the model has"),
+        ([2, 3], r"ids of shape \[2\], torch.int64: expected whole numbers \[n, T\]"),
+        ([[2.0, 3.0]], r"ids of shape \[1, 2\], torch.float32: expected"),
+        ([[], []], r"ids of shape \[2, 0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.logits(torch.tensor(ids))
 
 
 def test_it_reads_beside_a_locked_run(world, tmp_path: Path, monkeypatch) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from megabert.data import tokenizer_files
 from megabert.data.tokenizer import MAX_BYTES, SPECIAL_IDS, SPECIAL_TOKENS, Casing, Tokenizer
-from megabert.hf import tokenizer_files
 from tests.helpers import runs, wordpiece
 
 TEXT = [*runs.TEXT[:2], "A language model learns which words follow which, and how often they do so."]

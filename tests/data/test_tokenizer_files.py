@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sentencepiece import sentencepiece_model_pb2
 
+from megabert.data import tokenizer_files
 from megabert.data.tokenizer import Tokenizer
-from megabert.hf import tokenizer_files
 from tests.helpers import runs, tokenizers, wordpiece
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -139,3 +139,11 @@ def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(proto.SerializeToString())
     with pytest.raises(ValueError, match="tokens marked unused"):
         tokenizer_files.build(Tokenizer.load(tmp_path / "m"))
+
+
+@pytest.mark.parametrize("kind", runs.KINDS)
+def test_special_tokens_are_found_without_an_export(kind: str, tmp_path: Path, monkeypatch) -> None:
+    found, texts = runs.tokenizer(tmp_path, kind), ["the [SEP] fox [MASK]. she", "a[SEP]b", "the fox"]
+    want = tokenizer_files.encode(found, texts)
+    monkeypatch.setattr(tokenizer_files, "exported", lambda _: None)
+    assert tokenizer_files.encode(found, texts) == want and [found.sep_id in ids for ids in want] == [True, True, False]

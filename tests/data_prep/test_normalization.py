@@ -11,9 +11,9 @@ import pytest
 
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import normal_form, train_files
+from megabert.data import tokenizer_files
 from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
-from megabert.hf import tokenizer_files
 from tests.helpers import fast_tokenizers, runs
 from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import write, write_all

@@ -17,13 +17,13 @@ from data_prep.stages.kept import KeptDocuments
 from data_prep.stages.read import read_task
 from data_prep.stages.train_tokenizer import train_files
 from data_prep.text import clean, sentences
+from megabert.data import tokenizer_files
 from megabert.data.shards import Dataset
 from megabert.data.text import clean_word, prepared, writes_without_spaces
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.encoding import TaskEncoding
 from megabert.finetune.files import SentenceExample, TextExample
 from megabert.finetune.tasks import Task
-from megabert.hf import tokenizer_files
 from tests.helpers.prep_builds import build_here, build_words, report
 from tests.helpers.prep_reading import plan, records, write, write_all
 from tests.helpers.refusal import refusal

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from data_prep.__main__ import main
+from megabert.data import tokenizer_files
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from megabert.hf import tokenizer_files
 from tests.helpers.prep_builds import build_here, sequences_of
 from tests.helpers.prep_reading import records, write
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Library
 
 from megabert.commands import export
 from megabert.commands.extraction import Extractor
+from megabert.data import tokenizer_files
 from megabert.data.text import find_words
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune import files, prediction, save
@@ -28,7 +29,6 @@ from megabert.finetune.encoding import (
 )
 from megabert.finetune.files import QuestionExample, SentenceExample, TextExample
 from megabert.finetune.tasks import PRESETS, Task, custom
-from megabert.hf import tokenizer_files
 from megabert.hf.read import load
 from megabert.objectives.minimal_pairs import SentenceScorer
 from tests.helpers import fast_tokenizers, finetuned, runs, tokenizers, wordpiece
@@ -237,6 +237,8 @@ def test_items_have_the_exports_ids(kind: str, tmp_path: Path) -> None:
         items = encode(task, [text(*row) for row in zip(*columns, strict=True)], found, ("x", "y"), length)
         want = peer(*columns, truncation=True, max_length=length)["input_ids"]
         assert [item.ids.tolist() for item in items] == want
+    named = [one.replace("[MASK]", found.tokens[found.mask_id]) for one in TEXTS]
+    assert [found(one)[0].tolist() for one in TEXTS] == peer(named)["input_ids"]
     whole = peer(TEXTS, add_special_tokens=False)["input_ids"]
     for example, ids in zip(plain_sentences(tmp_path, TEXTS), whole, strict=True):
         (sentence,) = encode(TAG, [example], found, INSIDE, 200)

@@ -6,8 +6,8 @@ from typing import Any
 
 import transformers
 
+from megabert.data import tokenizer_files
 from megabert.data.tokenizer import Tokenizer
-from megabert.hf import tokenizer_files
 from tests.helpers import fast_tokenizers, runs
 
 FAST = tuple(f"json-{kind}" for kind in fast_tokenizers.KINDS)

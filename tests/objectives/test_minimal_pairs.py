@@ -13,8 +13,8 @@ import transformers
 from benchmarks.race.dataset import default_text
 from megabert import hf
 from megabert.commands import export, pairs
+from megabert.data import tokenizer_files
 from megabert.data.pairs import Pair, read_pairs
-from megabert.hf import tokenizer_files
 from megabert.objectives import minimal_pairs
 from megabert.objectives.minimal_pairs import PairsWhileTraining, SentenceScorer, build_table, score_sentences
 from tests.helpers import runs, tiny
@@ -126,7 +126,8 @@ def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
         Pair("good 0", "bad 0", "x_1", "syntax"),
     ]
     assert len(read_pairs(tmp_path)) == 5
-    for wrong in ('{"sentence_good": "alone"}', '{"sentence_good": "a text", "sentence_bad": null}'):
+    twice = '{"sentence_good": "a", "sentence_bad": "b", "UID": "c", "UID": "d"}'
+    for wrong in ('{"sentence_good": "alone"}', '{"sentence_good": "a text", "sentence_bad": null}', twice):
         (tmp_path / "x_2.jsonl").write_text(f"{lines[0]}{wrong}\n")
         with pytest.raises(ValueError, match=r"x_2\.jsonl, line 2: no object with sentence_good and sentence_bad"):
             read_pairs(tmp_path / "x_2.jsonl")
@@ -172,8 +173,8 @@ def figures_of(world) -> tuple[dict[str, float], int]:
     engine = tiny.engine(config, world)
     scorer = SentenceScorer(engine.module, config, Numbers(), world.device, line=False)
     pairs = [Pair(f"9 {i} 7 {i + 1} 8", f"9 {i} 7 8", f"p{i % 2}", "a/b") for i in range(20, 61)]
-    called, none = mock.Mock(), mock.patch.object(tokenizer_files, "exported", lambda _: None)
-    with none, mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
+    called, own = mock.Mock(), mock.patch.object(tokenizer_files, "encode", Numbers.encode_texts)
+    with own, mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
         return PairsWhileTraining(pairs, scorer, world).evaluate(called), called.call_count
 
 
