@@ -31,7 +31,14 @@ FIELD = 1 << 24  # largest length of a CSV field in characters
 JOINT = "\n\n"  # between joined texts: each is a paragraph
 BATCH_ROWS = 256  # rows of a Parquet or Arrow table in memory at once
 STATE = "state.json"  # files of a saved dataset
-TWICE = object()  # the value of a column whose name another has too
+
+
+class _Twice:
+    def __repr__(self) -> str:
+        return "there twice"
+
+
+TWICE = _Twice()  # the value of a column whose name another has too
 
 
 class BadTable(ValueError):

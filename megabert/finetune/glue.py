@@ -26,7 +26,6 @@ if __name__ == "__main__":
 
 import argparse
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -141,10 +140,12 @@ def render_page(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 def publish(output: Path, model: str, summary: Mapping[str, Any]) -> str:
     """Write the table of the finished tasks of the model of `summary`, which is one of them; returns the page and its
     path. Tasks of other models or settings are left out with a warning."""
-    from megabert.finetune.run import SUMMARY
+    from megabert.finetune.run import SUMMARY, read_json
 
     paths = (output / name / SUMMARY for name in GLUE)
-    finished = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    finished = [
+        read_json(path, "remove it; a command with its task writes it again") for path in paths if path.is_file()
+    ]
 
     def common(task: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in task["settings"].items() if name not in OF_A_TASK}

@@ -318,6 +318,17 @@ def write_json(path: Path, tree: Any) -> None:
     write_atomically(path, (json.dumps(tree, indent=1) + "\n").encode())
 
 
+def read_json(path: Path, advice: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError naming a damaged one and what to do."""
+    try:
+        tree = json.loads(path.read_bytes())
+    except ValueError:
+        tree = None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: is damaged; {advice}")
+    return tree
+
+
 # ---- the commands
 
 # A task, its files by split, and the folder of its runs.
@@ -426,10 +437,7 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
     folder. An empty or missing folder passes."""
     path = output / COMMON
     if path.is_file():
-        try:
-            there = json.loads(path.read_text())
-        except ValueError:
-            raise ValueError(f"{path}: is damaged; name another --output") from None
+        there = read_json(path, "name another --output")
         # An earlier version may not have had all settings.
         usual = {each.name: each.default for each in fields(Settings)}
         usual |= {"tokenizer_sha256": common.get("tokenizer_sha256"), "id": ""}
@@ -472,7 +480,8 @@ def train_missing(
     results: list[dict[str, Any]] = []
     for number, (name, settings) in enumerate(runs.items(), 1):
         path = output / name / RESULT
-        result = world.broadcast(json.loads(path.read_text()) if world.is_main and path.is_file() else None)
+        advice = f"remove {path.parent} to train it again"
+        result = on_main(world, lambda: read_json(path, advice) if path.is_file() else None)  # noqa: B023
         if result is not None:
             refuse_other_rate(path.parent, result["settings"]["lr"], settings.lr)
             if world.is_main:  # those of a run that was killed while they were removed

@@ -173,6 +173,7 @@ def test_spans_of_characters_become_tags(tmp_path, caplog) -> None:
     for bad, message in {
         '[{"start": 0, "end": 4, "label": "X"}]': "is not a span", '[{"start": 1, "end": 2, "label": "X"}]': "is not a span",
         '[{"start": 0, "end": 1}]': "is not a span", "{}": "is not a span",
+        '[{"start": 0, "end": 1, "label": "X", "label": "Y"}]': '"there twice"} is not a span',
         '[{"start": 0, "end": 3, "label": "X"}, {"start": 2, "end": 3, "label": "Y"}]': "two spans share the word 'b'",
     }.items():  # fmt: skip
         path.write_text('{"text": "a b", "spans": %s}' % bad)  # noqa: UP031

@@ -204,6 +204,9 @@ def test_runs_leave_a_summary_and_are_not_repeated(base, tmp_path, world, start)
     assert first is not None and again is not None and len(modules) == 1 + 2 + 2 and not left.exists()
     assert again["runs"][:2] == first["runs"] and [run["settings"]["seed"] for run in again["runs"]] == [1, 2] * 2
     assert json.loads((tmp_path / "summary.json").read_text()) == again and again["settings"] == common
+    (result := tmp_path / "lr0.003-seed1/result.json").write_text("[]")
+    with pytest.raises(ValueError, match=rf"{result}: is damaged; remove {result.parent} to train it again"):
+        runs_of(StopAt(), 3e-3)
     best, other = (point["scores"]["dev"]["accuracy"]["mean"] for point in again["points"])
     assert best >= other and first["runs"][0]["name"] == "lr0.003-seed1"
     model = Path(again["best"]["model"])
@@ -355,9 +358,10 @@ def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> N
     with pytest.raises(ValueError, match="was made with freeze=False, this command says True"):
         run.claim(output, common | {"freeze": True}, world)
     run.claim(output, common, world)
-    (output / run.COMMON).write_text("")
-    with pytest.raises(ValueError, match="damaged"):
-        run.claim(output, common, world)
+    for damaged in ("", "[]"):
+        (output / run.COMMON).write_text(damaged)
+        with pytest.raises(ValueError, match="damaged"):
+            run.claim(output, common, world)
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match=r"holds out and no settings\.json"):
         run.claim(tmp_path, {}, world)
