@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"{run}: the chain has no entry {args.head}: it is not the run whose head was published")
     uncovered = chain.check_logs(run, entries)
     steps, state = check_checkpoints(run, entries)
-    if "phase_datasets" not in state:
+    if "phase_datasets" not in state or state["dataset"].startswith("none, "):
         raise ValueError(f"{run}: was converted or averaged, not trained, so there is no data to verify it by")
     check_config(run, state)
     steps_of = f"steps {entries[0]['step']:,} to {last['step']:,}"

@@ -10,7 +10,7 @@ import pytest
 
 from megabert import hf, train
 from megabert.checkpoint import load_weights
-from megabert.commands import average, convert, export, fill, replay
+from megabert.commands import average, convert, export, fill, replay, verify
 from megabert.commands.evaluate import evaluate_run
 from megabert.common.files import canonical
 from megabert.config import Config, replace
@@ -49,7 +49,7 @@ def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("options", "steps"), [("", (1, 2, 3)), ("--last 2", (2, 3)), ("--steps 3 1", (1, 3))])
-def test_tensors_are_the_mean_to_the_last_bit(run, tmp_path, options: str, steps: tuple[int, ...]) -> None:
+def test_tensors_are_the_mean_to_the_last_bit(run, tmp_path, capsys, options: str, steps: tuple[int, ...]) -> None:
     assert average.main(["--run", str(run), "--output", str(tmp_path / "mean"), *options.split()]) == 0
     ours, state = load_weights(tmp_path / "mean")
     each = [load_weights(run / f"checkpoints/step-{step:08d}")[0] for step in steps]
@@ -58,6 +58,7 @@ def test_tensors_are_the_mean_to_the_last_bit(run, tmp_path, options: str, steps
         mean = np.mean([weights[name].numpy() for weights in each], axis=0, dtype=np.float64).astype(np.float32)
         assert weight.numpy().tobytes() == mean.tobytes(), name
     assert not np.array_equal(ours["layers.0.qkv.weight"], each[-1]["layers.0.qkv.weight"])
+    assert "mean: was converted or averaged, not trained" in refusal(capsys, verify.main, tmp_path / "mean")
 
 
 def test_every_reader_takes_the_mean(world: World, run: Path, tmp_path: Path) -> None:
