@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from megabert.hf import Pretrained
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# a file of every export, and of no run or fine-tuned model, which --overwrite would remove
+MARK = "special_tokens_map.json"
 # files of a repository that an export may write, and so replaces or removes
 EXPORTED = re.compile(
     r"onnx/.*|1_Pooling/.*|modules\.json|sentence_bert_config\.json|config_sentence_transformers\.json|vocab\.(txt|json)|"
@@ -80,7 +82,7 @@ def write(
     files |= {CONFIG: tokenizer_files.as_json(config), "README.md": card.encode()}
     if pool:
         files |= sentence_folder.files(pretrained.config, pool)
-    with atomic_folder(output, CONFIG, overwrite) as folder:
+    with atomic_folder(output, MARK, overwrite) as folder:
         for file, data in files.items():
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).write_bytes(data)
@@ -101,7 +103,7 @@ def export_finetuned(args: argparse.Namespace, source: Path, output: Path, name:
 
     finetuned = huggingface.load(source)
     described = finetuned.described
-    with atomic_folder(output, CONFIG, args.overwrite) as folder:
+    with atomic_folder(output, MARK, args.overwrite) as folder:
         huggingface.write(finetuned, folder)
         (folder / "README.md").write_bytes(huggingface.card(finetuned, name or output.resolve().name).encode())
         if args.onnx:
@@ -156,7 +158,7 @@ def push(args: argparse.Namespace, write_folder: Callable[[argparse.Namespace, P
                 changed = repository.push(files, message, branch, removed=old)
                 log.info(f"{args.push}, revision {branch}: {'pushed' if changed else 'has the same files already'}")
             if newest and args.output:
-                with atomic_folder(args.output, CONFIG, args.overwrite) as output:
+                with atomic_folder(args.output, MARK, args.overwrite) as output:
                     shutil.copytree(folder, output, dirs_exist_ok=True)
 
 
@@ -198,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     refuse_missing(args, "tokenizer")
     args.model = str(model_folder(args.model))
     if args.output:
-        refuse_existing(Path(args.output), CONFIG, args.overwrite)
+        refuse_existing(Path(args.output), MARK, args.overwrite)
     from megabert.finetune import tasks
 
     finetuned = bool(tasks.find(args.model))

@@ -104,6 +104,8 @@ def test_files_of_an_export_are_replaced_when_asked(tmp_path: Path, capsys) -> N
     command = ["--model", str(run), "--output", str(folder)]
     assert "is not empty" in refusal(capsys, export.main, *command) and (folder / "extra").is_file()
     assert export.main([*command, "--overwrite"]) == 0
+    of_a_run = refusal(capsys, export.main, "--model", run, "--output", run, "--overwrite")
+    assert "so it is not what --overwrite would replace" in of_a_run and (run / "checkpoints").is_dir()
     assert {path.name for path in folder.iterdir()} == names | {"README.md", "tokenizer.model"}
 
 
