@@ -126,11 +126,14 @@ class LoadedModel:
         return filled[0] if isinstance(text, str) else filled
 
     def _read_weights(self) -> Pretrained:
-        """Give `pretrained` the weights that `model` has now; returns it."""
+        """Give `pretrained` the weights that `model` has now; returns it. Raises ValueError for NaN or infinite ones."""
+        from megabert.checkpoint import refuse_non_finite
+
         known = self.pretrained.weights
         if "model" in self.__dict__:
             now = {name: weight.cpu().float() for name, weight in self.model.state_dict().items()}
             if not all(now[name].equal(weight) for name, weight in known.items()):
+                refuse_non_finite(now, f"{self.pretrained.run_dir}, changed in memory")
                 self.pretrained = self.pretrained.with_weights({name: now[name].clone() for name in known})
                 self._extractor = None
         return self.pretrained
@@ -193,7 +196,9 @@ def training(
 
 def batches(dataset: Dataset, rows: int = 32, seed: int = 42, workers: int = 0, start: int = 0) -> Iterator[Batch]:
     """Endless batches of `rows` masked rows in the order of a run with this seed, from batch `start` on, made by `workers`
-    processes. `model(**batch.inputs())` returns loss sums. Raises ValueError for rows that cannot be read."""
+    processes. `model(**batch.inputs())` returns loss sums. Raises ValueError for rows that cannot be read and numbers out of range."""
+    from numbers import Integral
+
     from megabert.data.loader import Loader
     from megabert.data.mixture import Mixture
     from megabert.data.shards import Dataset
@@ -201,6 +206,10 @@ def batches(dataset: Dataset, rows: int = 32, seed: int = 42, workers: int = 0, 
 
     if not isinstance(dataset, Dataset | Mixture):
         raise TypeError(f"dataset: expected megabert.Dataset, got {dataset!r:.60}")
+    for name, value in {"rows": rows, "seed": seed, "workers": workers, "start": start}.items():
+        least = int(name == "rows")
+        if not isinstance(value, Integral | int) or not least <= value < 2**63:
+            raise ValueError(f"{name}={value!r}: must be a whole number of {least} or more")
     loader = Loader(
         dataset,
         Tokenizer.load(dataset.tokenizer_path),

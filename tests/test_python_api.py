@@ -114,6 +114,10 @@ def test_batches_are_those_of_a_run():
         want, batch = next(run).batches[0], next(ours)
         assert batch.row_ids.tolist() == want.row_ids.tolist() and batch.input_ids.equal(want.input_ids)
         assert batch.mlm_labels.equal(want.mlm_labels)
+    for wrong in ({"rows": 0}, {"rows": "3"}, {"seed": -1}, {"seed": 2**63}, {"workers": -1}, {"start": -1}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=rf"{name}={value!r}: must be a whole number of"):
+            next(megabert.batches(dataset, **wrong))
 
 
 @pytest.fixture
@@ -151,6 +155,11 @@ def test_a_trained_model_is_saved_as_a_run(trained, tmp_path):
     assert again.pretrained.step == 0 and again.pretrained.state["dataset"].startswith("none, saved from Python")
     with pytest.raises(ValueError, match="is not empty"):
         trained.save(tmp_path / "next")
+    trained.model.layers[0].qkv.weight.data[0, 0] = float("nan")
+    for write in (trained.save, trained.export):
+        with pytest.raises(ValueError, match=r"changed in memory: layers\.0\.qkv\.weight has NaN or infinite values"):
+            write(tmp_path / "diverged")
+    assert not (tmp_path / "diverged").exists()
 
 
 def test_vectors_are_prepared_again_only_for_new_weights(tmp_path, monkeypatch):

@@ -36,8 +36,8 @@ class Filler:
     def fill(self, text: str, top: int = 5) -> Filled:
         """The `top` likeliest tokens for every [MASK], or the tokenizer's own name for it. Raises ValueError without a mask, with more
         than one for a causal model (which was never trained on [MASK]), or for too long a text."""
-        if top < 1:
-            raise ValueError(f"top={top}: must be 1 or more")
+        if not isinstance(top, int) or top < 1:
+            raise ValueError(f"top={top!r}: must be 1 or more")
         own = self.tokenizer.tokens[self.tokenizer.mask_id]
         if MASK not in text and own not in text:
             raise ValueError(f"the text has no {MASK}{f' or {own}' * (own != MASK)}; put one where a word is wanted")

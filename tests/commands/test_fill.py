@@ -84,6 +84,9 @@ def test_python_names_what_is_no_text(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="texts: expected str, or several, got NoneType"):
             given(None)
     assert model.encode([]).shape == (0, 32)
+    for top in (0, "3", 1.5):
+        with pytest.raises(ValueError, match=f"top={top!r}: must be 1 or more"):
+            model.fill("[MASK]", top)
     most = model.tokenizer.vocab_size
     assert most % 128, "the embedding has padding entries"
     for ids, message in (
