@@ -109,7 +109,7 @@ def word_facts(documents: list[list[str]], folded: bool = False, form: Form = "N
     ends, edges = [0], [0]
     for paragraphs in documents:
         for paragraph in paragraphs:
-            words += paragraph.split()
+            words += [word for word in paragraph.split() if clean_word(word, form)]
             edges.append(len(words))
         ends.append(len(words))
     distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
@@ -182,7 +182,8 @@ class WordEncoder:
             again = np.bincount(place, minlength=len(distinct))[new] > 1
             if again.any():
                 self._new_words.append(added.select(again))
-        word_numbers = numbers[place]
+        full &= self._table["facts"]["characters"][numbers] > 0  # of invisible characters alone is no word
+        word_numbers = np.where(full, numbers, -1)[place]
         words = None
         if self.texts:
             form = self.tokenizer.form

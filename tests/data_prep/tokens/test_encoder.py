@@ -63,8 +63,8 @@ def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
     documents = [["One two. Three four.", "", "  ", " Five \u3000 six "], [], ["\u200b"], [" "], ["Seven."]]
     tokenizer = Tokenizer.load(tokenizer_file)
     batch = encoded(documents, tokenizer)
-    assert batch.words.documents.tolist() == [0, 6, 6, 7, 7, 8]
-    assert batch.words.paragraphs.tolist() == [0, 4, 4, 4, 6, 7, 7, 8]
+    assert batch.words.documents.tolist() == [0, 6, 6, 6, 6, 7]
+    assert batch.words.paragraphs.tolist() == [0, 4, 4, 4, 6, 6, 6, 7]
     assert batch.paragraph_sizes.tolist() == [2, 0, 0, 1, 0, 0, 1]
     assert batch.encoded.document_sizes.tolist() == [3, 0, 0, 0, 1]
     assert batch.encoded.document_tokens().sum() == len(batch.encoded.tokens)
@@ -72,5 +72,8 @@ def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
     for name in ("documents", "paragraphs"):
         assert getattr(alone, name).tolist() == getattr(batch.words, name).tolist()
     assert (alone.facts == batch.words.facts).all()
+    padded = [["One \u200b two. Three four.", "\ufeff", "Five six \u200e"], *documents[1:]]  # the same words
+    for words in (encoded(padded, tokenizer).words, word_facts(padded)):
+        assert (words.document_hashes(0) == alone.document_hashes(0)).all()
     empty = encoded([["", " "], []], tokenizer, WordEncoder(tokenizer, np.dtype(np.uint16), texts=True))
     assert empty.paragraph_sizes.tolist() == [0, 0] and empty.encoded.document_texts() == ["", ""]
