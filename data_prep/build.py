@@ -27,7 +27,7 @@ from data_prep.filters import classifiers, functions
 from data_prep.options import BuildOptions
 from data_prep.readers import detection
 from data_prep.readers.boundaries import describe_guess, text_documents
-from data_prep.readers.documents import HIDDEN_MEMBER, NO_DOCUMENT
+from data_prep.readers.documents import ABOUT_MEMBER, HIDDEN_MEMBER, NO_DOCUMENT
 from data_prep.readers.tasks import list_ranges
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
@@ -38,7 +38,7 @@ from megabert.data import shards
 from megabert.data.tokenizer import Tokenizer
 
 # reasons of problems under both policies
-COUNTED_ALWAYS = {EMPTY, HIDDEN_MEMBER, NO_DOCUMENT, detection.INDEX, utf8.REPLACED}
+COUNTED_ALWAYS = {EMPTY, ABOUT_MEMBER, HIDDEN_MEMBER, NO_DOCUMENT, detection.INDEX, utf8.REPLACED}
 
 
 @dataclass(frozen=True)

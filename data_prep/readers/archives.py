@@ -1,8 +1,8 @@
 """Members of zip and tar archives as streams in the archive's order, without extraction to disk.
 
-A tar may be compressed as a whole. Hidden members and those that are not regular files are skipped. A damaged or
-truncated archive raises an error with the member's name. Undamaged members of a zip remain readable; a tar ends at its
-first damage.
+A tar may be compressed as a whole. Hidden members, those that describe the data and those that are not regular files are skipped. A
+damaged or truncated archive raises an error with the member's name. Undamaged members of a zip remain readable; a tar ends at its first
+damage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data_prep.common.errors import BadInput, Damaged, refuse_failure
 from data_prep.common.records import FileRange
 from data_prep.readers import decompress
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, detect_compression
-from data_prep.readers.files import open_regular
+from data_prep.readers.files import ABOUT_DATA, open_regular
 
 ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
@@ -39,7 +39,7 @@ def names_and_size(path: str) -> tuple[set[str], int]:
     except ERRORS as error:
         refuse_failure(error)
         return set(), 0
-    read = (info for info in infos if _is_shown(info.filename) and not _is_bomb(info))
+    read = (info for info in infos if _is_read(info.filename) and not _is_bomb(info))
     return {info.filename for info in infos}, sum(info.file_size for info in read)
 
 
@@ -64,8 +64,13 @@ def chunks(path: str, member: Any, size: int) -> Iterator[bytes]:
         raise DamagedArchive(f"{path}: damaged in its archive ({error})") from None
 
 
-def _is_shown(name: str) -> bool:
-    return not any(part.startswith((".", "__MACOSX")) for part in name.split("/") if part not in (".", ".."))
+def describes_data(name: str) -> bool:
+    return bool(ABOUT_DATA.fullmatch(name.rpartition("/")[2]))
+
+
+def _is_read(name: str) -> bool:
+    hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/") if part not in (".", ".."))
+    return not hidden and not describes_data(name)
 
 
 def _is_bomb(info: zipfile.ZipInfo) -> bool:
@@ -82,7 +87,7 @@ def _zip_members(path: str, left_out: Callable[[str], object]) -> Iterator[Membe
         for info in archive.infolist():
             if info.is_dir():
                 continue
-            if _is_shown(info.filename):
+            if _is_read(info.filename):
                 yield info.filename, info.file_size, partial(_open_zipped, archive, info, path)
             else:
                 left_out(info.filename)
@@ -127,7 +132,7 @@ def _tar_members(part: FileRange, left_out: Callable[[str], object]) -> Iterator
             for info in archive:
                 last = info.name
                 archive.members.clear()  # type: ignore[attr-defined]
-                if info.isreg() and _is_shown(info.name):
+                if info.isreg() and _is_read(info.name):
                     yield info.name, info.size, cast(Callable[[], IO[bytes]], partial(archive.extractfile, info))
                 elif not info.isdir():
                     left_out(info.name)

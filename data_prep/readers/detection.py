@@ -164,7 +164,8 @@ def _detect_text(path: str, head: bytes, whole: bool) -> str:
         advice = "convert it: iconv -f NAME -t utf-8 FILE > FILE.txt"
         raise UnknownFormat(f"{path}: binary data, or text in another encoding such as UTF-16; {advice}")
     if re.match(rb"WARC/\d", start):
-        if b"WARC-Type: response" in head and b"WARC-Type: conversion" not in head:
+        types = {kind.lower() for kind in re.findall(rb"^warc-type:[ \t]*(\w+)", head, re.MULTILINE | re.IGNORECASE)}
+        if b"response" in types and b"conversion" not in types:
             advice = "take its WET file (.warc.wet.gz), or extract the text with trafilatura"
             raise _refused(path, "a WARC of web pages", advice)
         return "wet"

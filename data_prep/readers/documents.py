@@ -31,6 +31,7 @@ DAMAGED = "damaged or truncated file"
 UNREADABLE_MEMBER = "unreadable member of an archive"
 # counted under "stop" too
 NO_DOCUMENT, HIDDEN_MEMBER = "file without a document", "hidden member of an archive, or a link, left out"
+ABOUT_MEMBER = "member of an archive that describes data, left out"
 # of a file that is dropped, by its error; else DAMAGED
 REASONS: dict[type[BadInput], str] = {UnknownFormat: UNKNOWN, NoTextField: NO_FIELD}
 
@@ -121,7 +122,7 @@ def _read_members(part: FileRange, options: ReadOptions, problems: Problems, fol
         kind = boundaries.decide_members(part, options)
 
     def left_out(name: str) -> None:
-        problems.add(f"{part.path}: {name}", HIDDEN_MEMBER)
+        problems.add(f"{part.path}: {name}", ABOUT_MEMBER if archives.describes_data(name) else HIDDEN_MEMBER)
 
     for name, size, open_member in archives.members(part, left_out):
         path = f"{part.path}: {name}"

@@ -20,7 +20,7 @@ from megabert.common import storage
 from megabert.common.logs import log
 
 MAGIC = re.compile(r"[*?\[]")
-# files of a folder that describe its data, read only where an input names them
+# files of a folder that describe its data, read only where an input names them, and members of an archive, never read
 ABOUT_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation)(\.(md|txt|rst|html|cff|bib))?"
     r"|dataset_infos?\.json|dataset_dict\.json|croissant\.json|(sha\d*|md5)sums?(\.txt)?|_success|_metadata|_common_metadata",

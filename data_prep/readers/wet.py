@@ -39,7 +39,7 @@ def split_wet(stream: Stream) -> Iterator[Slice]:
                 break
             name, _, value = line.partition(b":")
             header[name.strip().lower()] = value.strip()
-        size, kind = header.get(b"content-length", b""), header.get(b"warc-type", b"").decode(errors="replace")
+        size, kind = header.get(b"content-length", b""), header.get(b"warc-type", b"").decode(errors="replace").lower()
         if not size.isdigit() or len(size) > 18:
             stream.bad(offset, BAD, "a WARC record without its Content-Length")
             continue

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from data_prep.readers import archives, decompress
-from data_prep.readers.documents import HIDDEN_MEMBER
+from data_prep.readers.documents import ABOUT_MEMBER, HIDDEN_MEMBER
 from megabert.common.errors import Failed
 from tests.helpers.prep_reading import PACK, archive, read_all, refuse, write
 
@@ -38,6 +38,14 @@ def test_members_are_read_in_their_order(kind, tmp_path):
     assert problems.lost[HIDDEN_MEMBER]["files"][0] == f"{path}: a/.hidden.txt"
     assert problems.formats == {"text": 2, "jsonl": 1, "csv": 1}
     assert len(read_all([path], format="text")[0]) == 4
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_descriptions_in_an_archive_are_left_out(kind, tmp_path):
+    names = ("LICENSE", "a/README.md", "dataset_infos.json")
+    path = write(tmp_path / f"a.{kind}", archive(kind, dict.fromkeys(names, b"About.\n\n" * 99) | {"a.txt": b"Words."}))
+    found, problems = read_all([path])
+    assert found == ["Words."] and problems.counts[ABOUT_MEMBER] == 3 and problems.formats == {"text": 1}
 
 
 DAMAGED = bytearray(packed_zip({"x.txt": random.Random(1).randbytes(999).hex().encode()}))
@@ -133,7 +141,7 @@ COLUMNS = b'\xef\xbb\xbftitle;body;n\r\nOne;"Text; of one";1\r\n\r\nTwo;;2\r\n'
         ("a.tsv", QUOTES, "text", ['"To be, or not," he said.', '"One more', "Last."]),
         ("a.tsv.gz", gz(QUOTES), "text", ['"To be, or not," he said.', '"One more', "Last."]),
         ("a.zip", packed_zip({"a.tsv": QUOTES}), "text", ['"To be, or not," he said.', '"One more', "Last."]),
-        ("a.zip", packed_zip({"notes": b"Some words.", "v1.2/README": b"It."}), "text", ["Some words.", "It."]),
+        ("a.zip", packed_zip({"notes": b"Some words.", "v1.2/words": b"It."}), "text", ["Some words.", "It."]),
         ("a.zip", packed_zip({"a.b/rows.tsv": b'text\n"A row\n'}), "text", ['"A row']),
         ("a.csv", COLUMNS, "body", ["Text; of one"]),
         ("a.csv", COLUMNS, "title+body", ["One\n\nText; of one", "Two"]),

@@ -35,6 +35,8 @@ def test_arrays_and_wet_records_are_documents(kind, tmp_path):
     found, problems = read_all([write(tmp_path / f"a.warc.wet{suffix}", b"".join(members))])
     assert [text.encode() for text in found] == PAGES and not problems.counts
     assert problems.dropped == {"WARC record of type warcinfo": 1, "WARC record of type response": 1}
+    for kind_ in (b"Conversion", b"CONVERSION"):  # a value that the standard compares without case
+        assert read_all([write(tmp_path / "b.wet", warc(kind_, PAGES[1]))])[0] == [PAGES[1].decode()]
 
 
 def test_elements_do_not_depend_on_chunks():
