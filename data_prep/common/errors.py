@@ -71,7 +71,7 @@ class Problems:
     under "skip" (empty files are counted under both policies), `lost` to the bytes and files; `dropped` maps a rule to the number
     of valid documents that it dropped, e.g. redirects, `changed` to the places where it changed the text of a document; `formats`
     maps a format to the number of files and members read as such, `guesses` a kind of documents of plain text to the archives, and
-    files outside a folder's sample, for which it was chosen.
+    files outside a folder's sample, for which it was chosen; and members of a split for evaluation beside others.
     """
 
     def __init__(self, policy: str) -> None:

@@ -78,6 +78,7 @@ BEGINNINGS: tuple[tuple[bytes, str | Refusal], ...] = (
     (rb"SQLite format 3\0", ("an SQLite database", "convert it: sqlite3 -csv -header FILE 'select * from TABLE' > FILE.csv")),
     (rb"(?-i:ORC[\x00-\x08\x0e-\x1f]|Obj\x01)", ("an ORC or Avro table", "convert it to Parquet")),
     (rb"(?:\x93NUMPY|\x89HDF)", ("an array of numbers", "it has no text")),
+    (rb"(?:\xff\xfe\0\0|\0\0\xfe\xff)", ("UTF-32 text", "convert it: iconv -f utf-32 -t utf-8 FILE > FILE.txt")),
     (rb"(?:\xff\xfe|\xfe\xff)", ("UTF-16 text", "convert it: iconv -f utf-16 -t utf-8 FILE > FILE.txt")),
     (rb"[^\x1b]*\x1b(?:\$[@AB()]|\(J)",
      ("text in ISO-2022-JP, -KR or -CN", "convert it: iconv -f iso-2022-jp -t utf-8 FILE > FILE.txt")),

@@ -32,6 +32,8 @@ UNREADABLE_MEMBER = "unreadable member of an archive"
 # counted under "stop" too
 NO_DOCUMENT, HIDDEN_MEMBER = "file without a document", "hidden member of an archive, or a link, left out"
 ABOUT_MEMBER = "member of an archive that describes data, left out"
+# among the kinds of `Problems.guesses`: an archive with a split for evaluation beside others
+EVALUATION_MEMBER = "evaluation"
 # of a file that is dropped, by its error; else DAMAGED
 REASONS: dict[type[BadInput], str] = {UnknownFormat: UNKNOWN, NoTextField: NO_FIELD}
 
@@ -124,8 +126,10 @@ def _read_members(part: FileRange, options: ReadOptions, problems: Problems, fol
     def left_out(name: str) -> None:
         problems.add(f"{part.path}: {name}", ABOUT_MEMBER if archives.describes_data(name) else HIDDEN_MEMBER)
 
+    first = dict[bool, str]()  # name of a split for evaluation, and of another member
     for name, size, open_member in archives.members(part, left_out):
         path = f"{part.path}: {name}"
+        first.setdefault(any(map(files.EVALUATION_SPLIT.fullmatch, name.split("/"))), path)
         try:
             with open_member() as content:
                 chunks = archives.chunks(path, content, size)
@@ -138,6 +142,8 @@ def _read_members(part: FileRange, options: ReadOptions, problems: Problems, fol
                 raise
             reason = NO_FIELD if isinstance(error, NoTextField) else UNREADABLE_MEMBER
             problems.add(path, reason, size)
+    if len(first) == 2:
+        problems.guesses.setdefault(EVALUATION_MEMBER, {})[first[True]] = None
 
 
 # what reads a file that is not a stream of text, by its format

@@ -24,7 +24,7 @@ from data_prep.executor.work_files import BuildJob, ItemResult, appending, job_t
 from data_prep.filters import rules
 from data_prep.options import BuildOptions
 from data_prep.readers import boundaries
-from data_prep.readers.documents import read_documents
+from data_prep.readers.documents import EVALUATION_MEMBER, read_documents
 from data_prep.stages import minhash, texts
 from data_prep.stages.kept import DOCUMENT, KEYED, PARAGRAPH, keyed, numbers
 from data_prep.text import clean
@@ -135,7 +135,8 @@ def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
 
 
 def log_guesses(results: Sequence[ItemResult]) -> None:
-    """A line for each kind of documents that was guessed while reading: of archives, and of files outside a folder's sample."""
+    """A line for each kind of documents that was guessed while reading: of archives, and of files outside a folder's sample; a warning
+    of archives with a test or validation split."""
     found: dict[str, list[tuple[int, str]]] = {}
     for result in results:
         for kind, (count, path) in result.facts["guesses"].items():
@@ -143,7 +144,13 @@ def log_guesses(results: Sequence[ItemResult]) -> None:
     for kind, guesses in found.items():
         more = sum(count for count, _ in guesses) - 1
         first = printable(storage.public(guesses[0][1]))
-        log.info(boundaries.describe_guess(first + f" and {more:,} more" * (more > 0), kind))
+        where = first + f" and {more:,} more" * (more > 0)
+        if kind == EVALUATION_MEMBER:
+            log.warning(
+                f"{where}: of a test or validation split, will be training text; to leave it out extract the archive"
+            )
+        else:
+            log.info(boundaries.describe_guess(where, kind))
 
 
 def warn_of_unused_options(job: BuildJob, results: Sequence[ItemResult]) -> None:

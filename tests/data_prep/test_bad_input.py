@@ -194,5 +194,7 @@ def test_options_without_an_effect_are_named(build, tmp_path):
 
 
 def test_guesses_of_archives_are_printed(build, tmp_path):
-    path = write(tmp_path / "a.zip", archive("zip", {"a.txt": GOOD}))
-    assert f"{path}: a document of plain text is a file, by its first bytes" in build(path).out
+    path = write(tmp_path / "a.zip", archive("zip", {"w/train.txt": GOOD, "w/wiki.test.raw": "Words."}))
+    printed = build(path)
+    assert f"{path}: a document of plain text is a file, by its first bytes" in printed.out
+    assert f"{path}: w/wiki.test.raw: of a test or validation split, will be training text" in printed.err

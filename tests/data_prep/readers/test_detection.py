@@ -32,6 +32,7 @@ REFUSED = {
     "one object": ("a.json", b'{"data": [{"text": "Words."}]}', r"jq -c '\.data\[\]' FILE"),
     "an object of an odd name": ("a.json", b'{"it\'s": [{"text": "W."}]}', r"""jq -c '\."it'"'"'s"\[\]' FILE"""),
     "utf-16": ("a.txt", "Words.".encode("utf-16"), "UTF-16 text.*iconv -f utf-16"),
+    "utf-32": ("a.txt", "Words.".encode("utf-32"), "UTF-32 text.*iconv -f utf-32"),
     "warc": ("a.warc", b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: 2\r\n\r\nHi\r\n\r\n", "WARC of web pages.*WET"),
     "warc in other case": ("a.warc", b"WARC/1.0\r\nwarc-type:Response\r\n\r\nHi\r\n\r\n", "WARC of web pages.*WET"),
     "word": ("a.zip", archive("zip", {"mimetype": "x", "word/document.xml": "<x>"}), "a Word document.*pandoc"),
