@@ -34,6 +34,7 @@ def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]
     is_long = False  # the open element, which is reported with its bytes at the next tag
     none_yet = stream.first  # no element in the file so far
     outside = False  # whether there is text since the last element
+    counts_text = stream.first  # whether such text belongs to the range, as the end tag before it does
     buffer, at = b"", 0  # at: end of the searched part of `buffer`
 
     def bad(start: int, end: int) -> None:
@@ -50,7 +51,7 @@ def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]
             place = base + match.start()
             outside = begin is None and not inside and (outside or bool(buffer[at : match.start()].strip()))
             if match.group() != closing:
-                if outside and name == "doc":
+                if outside and counts_text and name == "doc":
                     stream.problems.changed[BETWEEN] += 1
                 if begin is not None:
                     bad(begin, place)
@@ -63,8 +64,9 @@ def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]
                 else:
                     yield begin, buffer[begin - base : match.start()]
                 begin = None
-            elif outside:
+            elif outside and counts_text:
                 stream.problems.changed[OUTSIDE] += 1
+            counts_text = stream.holds(place)
             inside, is_long, outside, at = False, False, False, match.end()
         rest = max(at, len(buffer) - len(closing) + 1)  # what follows may be a partial tag
         outside = begin is None and not inside and (outside or bool(buffer[at:rest].strip()))
@@ -72,7 +74,7 @@ def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]
         if begin is not None and not is_long and base + at - begin > streams.MAX_DOCUMENT:
             bad(begin, begin + streams.MAX_DOCUMENT + 1)
             begin, is_long = begin + streams.MAX_DOCUMENT + 1, True
-        if begin is None and not none_yet and stream.end is not None and base + at >= stream.end:
+        if begin is None and not (none_yet or counts_text) and stream.end is not None and base + at >= stream.end:
             return
         cut = at if begin is None or is_long else begin - base
         buffer, base, at = buffer[cut:], base + cut, at - cut
@@ -80,7 +82,7 @@ def split_elements(stream: Stream, name: str, opening: bytes) -> Iterator[Slice]
         bad(begin, base + len(buffer))
     elif none_yet:
         stream.bad(0, NO_ELEMENT, f"no <{name}> in it", base + len(buffer))
-    elif name == "doc" and not inside and (outside or buffer[at:].strip()):
+    elif name == "doc" and counts_text and not inside and (outside or buffer[at:].strip()):
         stream.problems.changed[BETWEEN] += 1
 
 

@@ -177,10 +177,10 @@ def test_bytes_of_long_and_unclosed_elements_are_counted(format_, begin, end, tm
 def test_text_outside_of_elements_is_counted(tmp_path, monkeypatch):
     content = b'<doc id="1">One.</doc>\nLost.\n<doc id="2">Two.</doc>\n \n<doc id="3">Three.</doc>\nLost too.\n'
     path = write(tmp_path / "wiki_00", content)
-    for _ in range(2):
+    for size in (1 << 20, 48, 25, 10, 3):
+        monkeypatch.setattr(tasks, "RANGE_BYTES", size)
         found, problems = read_all([path])
         assert found == ["One.", "Two.", "Three."] and problems.changed == {"text outside of a <doc>": 2}
-        monkeypatch.setattr(tasks, "RANGE_BYTES", 48)
 
 
 @pytest.mark.parametrize(("format_", "tag"), [("wiki", "doc"), ("mediawiki", "page")])
