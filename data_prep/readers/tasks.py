@@ -172,11 +172,11 @@ def _cut_file(file: FileRange) -> list[FileRange]:
     parts = max(file.size // RANGE_BYTES, 1)
     if file.format == "arrow" and parts == 1:
         return [file]
-    count = tables.count_parts(file)
+    if not (count := tables.count_parts(file)):
+        return [file]
     edges = sorted({i * count // parts for i in range(parts + 1)})
-    last = edges[-1] or 1
     return [
-        replace(file, start=a, end=b, size=file.size * b // last - file.size * a // last) for a, b in pairwise(edges)
+        replace(file, start=a, end=b, size=file.size * b // count - file.size * a // count) for a, b in pairwise(edges)
     ]
 
 

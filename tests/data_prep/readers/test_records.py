@@ -3,6 +3,7 @@
 import gzip
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from data_prep.common.errors import Problems
@@ -196,8 +197,9 @@ def test_files_without_a_document_are_counted(tmp_path):
     files = {"b.csv": "id,text\n", "c.json": "[]", "d.jsonl": '{"text": null}\n', "e.txt": "Words."}
     folder = write_all(tmp_path / "in", files)
     write_table(folder / "f.parquet", pa.table({"text": pa.array([], pa.string())}))
+    pyarrow.parquet.ParquetWriter(folder / "g.pq", pa.schema([("text", pa.string())])).close()  # without a row group
     found, problems = read_all([folder])
-    assert found == ["Words."] and problems.counts == {"file without a document": 3}
+    assert found == ["Words."] and problems.counts == {"file without a document": 4}
     names = {path.rpartition("/")[2] for path in problems.lost["file without a document"]["files"]}
-    assert names == {"b.csv", "c.json", "f.parquet"}
-    assert problems.formats == dict.fromkeys(("text", "csv", "json", "jsonl", "parquet"), 1)
+    assert names == {"b.csv", "c.json", "f.parquet", "g.pq"}
+    assert problems.formats == dict.fromkeys(("text", "csv", "json", "jsonl"), 1) | {"parquet": 2}
