@@ -210,7 +210,7 @@ def _custom_filter_reason(document: CleanDocument, job: BuildJob) -> str:
         if rules.judge(words, options.rules).any():
             return ""
     form = normal_form(options)
-    paragraphs = (" ".join(clean_word(word, form) for word in paragraph.split()).strip() for paragraph in left)
+    paragraphs = (" ".join(filter(None, (clean_word(w, form) for w in paragraph.split()))) for paragraph in left)
     text = "\n\n".join(filter(None, paragraphs))
     if not text:
         return ""
