@@ -171,8 +171,10 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -
         changed = _changes(written, unfinished, account, but=() if part else (FILES,))
         if not changed:
             if _changes(written, unfinished, account):
-                # Tasks of other files may need unpacked text that was deleted after it had been read.
-                (output / WORK / FOLDER / f"{UNPACK}.json").unlink(missing_ok=True)
+                # Manifests written before a kill are not of the shards that follow, and tasks of other files may need unpacked
+                # text that was deleted after it had been read.
+                for path in (*output.rglob(MANIFEST), output / WORK / FOLDER / f"{UNPACK}.json"):
+                    path.unlink(missing_ok=True)
             write_json(unfinished, account)
             return
         if not overwrite and (part or _has_results(output / WORK)):

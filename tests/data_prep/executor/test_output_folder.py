@@ -52,6 +52,13 @@ def test_unexpected_error_keeps_the_work(error, tmp_path):
     assert not (tmp_path / "mistake").exists()
 
 
+def test_resume_with_other_files_removes_manifests(tmp_path):
+    """Of a build that was killed before its work folder was removed."""
+    begin_and_stop(tmp_path / "out", f"../{MANIFEST}", f"../seq64/{MANIFEST}")
+    with opened(tmp_path / "out", ACCOUNT | {"input files": {"digest": "e"}}):
+        assert not list(tmp_path.rglob(MANIFEST))
+
+
 @pytest.mark.parametrize("files", range(4))
 def test_killed_while_removing_work_is_complete(files, tmp_path, monkeypatch):
     """Whatever files were removed before the kill, in whatever order: no build resumes with the rest."""
