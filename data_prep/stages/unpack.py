@@ -30,10 +30,11 @@ LEVEL = 1
 
 @dataclass(frozen=True)
 class PackedFile:
-    """The packed file at index `index` of the ranges of the input."""
+    """The packed file at index `index` of the ranges of the input; `code` unpacks it."""
 
     index: int
     file: FileRange
+    code: str | None = None
 
     @property
     def size(self) -> int:
@@ -43,7 +44,8 @@ class PackedFile:
 def run(stages: Stages, job: BuildJob, ranges: Sequence[RangeList]) -> Sequence[RangeList]:
     """Unpack the files marked `unpack_first`, writing stream-INDEX.index; returns `ranges` with those of their text."""
     numbered = enumerate(chain.from_iterable(ranges))
-    packed = [PackedFile(index, file) for index, file in numbered if file.unpack_first]
+    code = output_folder.code()["source"]
+    packed = [PackedFile(index, file, code) for index, file in numbered if file.unpack_first]
     # Unpacked text is kept for other options: those used by unpacking, such as the format, are in the items.
     plain = BuildJob(BuildOptions(), tokenizer="", work=job.work, on_error=job.on_error)
     results = stages.map(output_folder.UNPACK, unpack, plain, packed, unit="B") if packed else []

@@ -3,6 +3,7 @@
 import bz2
 import json
 import os
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,7 @@ from data_prep import build as building
 from data_prep.build import BuildPlan, build
 from data_prep.common.errors import BadInput, Problems, Unfinished
 from data_prep.common.records import Corpus, FileRange, ReadOptions
-from data_prep.executor import journal
+from data_prep.executor import journal, output_folder
 from data_prep.executor.output_folder import SPOOLS, remove_others
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
@@ -105,7 +106,7 @@ def test_damage_in_a_large_file(name, policy, topics, run, tmp_path):
         assert 60 <= summary["read"]["documents"] < 120
 
 
-def test_corrected_option_reuses_unpacked_text(topics, run, tmp_path):
+def test_corrected_option_reuses_unpacked_text(topics, run, tmp_path, monkeypatch):
     """The size of a vocabulary is found too large after unpacking. The corrected command doesn't read the packed files."""
     for i in (0, 1):
         write(tmp_path / f"{i}.gz", PACK["gz"](make("wiki", topics[i::2])))
@@ -119,6 +120,10 @@ def test_corrected_option_reuses_unpacked_text(topics, run, tmp_path):
         damaged[-8] ^= 1  # the checksum: whatever unpacks all of it fails
         path.write_bytes(damaged)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with monkeypatch.context() as other, pytest.raises(Unfinished, match="damaged gz data"):
+        shutil.copytree(tmp_path / "out", tmp_path / "other code")
+        other.setattr(output_folder, "code", lambda: {"source": "another"})
+        run("other code", packed, vocab_size=600, seed=3, **options)
     run("out", packed, vocab_size=600, seed=3, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
