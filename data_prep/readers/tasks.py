@@ -65,7 +65,7 @@ def list_ranges(
     corpora: Sequence[Corpus], options: ReadOptions, problems: Problems, output: Path | None = None
 ) -> list[RangeList]:
     """The ranges of all files of each corpus in order. A file named twice is read once. Empty files are counted and
-    skipped. If the build's `output` lies inside an input folder, its files are skipped.
+    skipped. If the build's `output` lies inside an input folder or a glob's, its files are skipped.
 
     Raises BadInput naming the file that can't be read.
     """
@@ -83,8 +83,10 @@ def list_ranges(
                 planned = ((os.path.realpath(module.path), [module], Problems("skip"), 0.0) for module in modules)
             else:
                 paths = files.expand(item, problems, notices)
-                if own and os.path.isdir(item) and own[:-1].startswith(os.path.join(os.path.realpath(item), "")):
-                    log.info(f"--input {item}: all but {output}, the folder of this build")
+                top = os.path.join(os.path.realpath(files.folder_of_input(item)), "")
+                if own and own[:-1].startswith(top):
+                    if os.path.isdir(item):
+                        log.info(f"--input {item}: all but {output}, the folder of this build")
                     paths = (path for path in paths if not files.real_path(path).startswith(own))
                 planned = _plan_all(paths, options, problems.policy)
             for real, parts, its_problems, size in planned:

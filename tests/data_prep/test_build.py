@@ -118,14 +118,16 @@ def test_a_document_that_may_be_many_is_said(tokenizer_file, tmp_path, capsys):
     assert "blank-line blocks" not in chosen.err and "documents  input: 400, 400.0 a file" in chosen.out
 
 
-def test_a_folder_may_have_its_build_inside(topics, tokenizer_file, tmp_path, capsys):
+@pytest.mark.parametrize("glob", ["", "*"])
+def test_a_folder_may_have_its_build_inside(glob, topics, tokenizer_file, tmp_path, capsys):
     """Which is not read, so that the same command resumes and is done."""
     folder = write_all(tmp_path / "in", {f"{i}.txt": text for i, text in enumerate(topics[:8])})
     options = {"tokenizer": tokenizer_file, "seq_len": 32, "held_out": 0}
     build_here(folder, tmp_path / "beside", **options)
     for _ in range(2):
-        build_here(folder, folder / "out", **options)
-    assert f"--input {folder}: all but {folder / 'out'}, the folder of this build" in capsys.readouterr().out
+        build_here(folder / glob, folder / "out", **options)
+    shown = f"--input {folder}: all but {folder / 'out'}, the folder of this build" in capsys.readouterr().out
+    assert shown != bool(glob)
     inside, beside = (
         {n: data for n, data in contents(of).items() if n.endswith(".tar")}
         for of in (folder / "out", tmp_path / "beside")
