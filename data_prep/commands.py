@@ -19,6 +19,7 @@ from megabert.common import storage
 from megabert.common.arguments import Parser, called_as
 from megabert.common.environment import cores, launched
 from megabert.common.errors import OK, exit_on_ctrl_c
+from megabert.common.files import add_path_when_full
 from megabert.common.logs import log
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ def _build(args: argparse.Namespace) -> int:
     else:
         print(summary_text(summary, args.output))
     if args.json:
-        Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        with add_path_when_full(Path(args.json)):
+            Path(args.json).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return OK
 
 

@@ -58,9 +58,11 @@ class WorkerDied(Unfinished):
     exit_code = FAILED
 
 
-def refuse_failure(error: BaseException) -> None:
-    """Raises `error` if a disk or store failed, which is not the input's damage."""
+def refuse_failure(error: BaseException, path: str) -> None:
+    """Raises `error`, which names `path`, if a disk or store failed, which is not the input's damage."""
     if isinstance(error, OSError) and exit_code(error) == FAILED:
+        if error.errno is not None:  # a failed read has no file name
+            error.filename = error.filename or path
         raise error
 
 
@@ -106,7 +108,7 @@ class Problems:
 
     def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
         """Report a file or folder that can't be read. Raises `error` if its disk or store failed, under both policies."""
-        refuse_failure(error)
+        refuse_failure(error, path)
         self.bad(path, None, f"unreadable {what}", f"can't be read: {error.strerror}")
 
 

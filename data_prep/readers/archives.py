@@ -37,7 +37,7 @@ def names_and_size(path: str) -> tuple[set[str], int]:
         with open_regular(path) as file:
             infos = zipfile.ZipFile(file).infolist()
     except ERRORS as error:
-        refuse_failure(error)
+        refuse_failure(error, path)
         return set(), 0
     read = (info for info in infos if _is_read(info.filename) and not _is_bomb(info))
     return {info.filename for info in infos}, sum(info.file_size for info in read)
@@ -58,7 +58,7 @@ def chunks(path: str, member: Any, size: int) -> Iterator[bytes]:
             left -= 0 if compression else len(chunk)
             yield chunk
     except ERRORS as error:
-        refuse_failure(error)
+        refuse_failure(error, path)
         raise Damaged(f"{path}: damaged in its archive ({error})", left) from None
     except tarfile.TarError as error:
         raise DamagedArchive(f"{path}: damaged in its archive ({error})") from None
@@ -82,7 +82,7 @@ def _zip_members(path: str, left_out: Callable[[str], object]) -> Iterator[Membe
         try:
             archive = zipfile.ZipFile(file)
         except ERRORS as error:
-            refuse_failure(error)
+            refuse_failure(error, path)
             raise DamagedArchive(f"{path}: damaged zip archive ({error})") from None
         for info in archive.infolist():
             if info.is_dir():
@@ -99,7 +99,7 @@ def _open_zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> 
     try:
         return archive.open(info)
     except ERRORS as error:
-        refuse_failure(error)
+        refuse_failure(error, path)
         raise BadInput(f"{path}: {info.filename}: cannot be read ({error})") from None
 
 

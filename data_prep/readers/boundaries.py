@@ -106,7 +106,7 @@ def decide_files(some: Sequence[FileRange], options: ReadOptions) -> str:
                 size = file.size * (EXPANSION if file.compression else 1)
                 samples += _samples(file.path, first, size, len(some), options, file.compression)
         except (BadInput, OSError) as error:  # reported by its reader, except for a failing disk or store
-            refuse_failure(error)
+            refuse_failure(error, file.path)
     return decide(samples) if samples else ""
 
 

@@ -255,5 +255,5 @@ def _ratio(part: FileRange) -> float:
         with files.open_regular(part.path) as file:
             return decompress.ratio(file, part.compression) or EXPANSION
     except (BadInput, OSError) as error:
-        refuse_failure(error)
+        refuse_failure(error, part.path)
         return EXPANSION

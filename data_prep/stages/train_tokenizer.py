@@ -36,7 +36,7 @@ from data_prep.readers.tasks import unpacked_bytes
 from data_prep.stages.read import CleanDocument, clean_documents
 from data_prep.text import sentences
 from data_prep.tokens.encoder import word_facts
-from megabert.common.files import write_atomically
+from megabert.common.files import add_path_when_full, write_atomically
 from megabert.common.logs import log
 from megabert.data.text import Form, clean_word
 from megabert.data.tokenizer import (
@@ -251,7 +251,10 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
     special: dict[str, Any] = {f"{role}_id": i for i, role in enumerate(ROLES)}
     special |= {f"{role}_piece": token for role, token in zip(ROLES, SPECIAL_TOKENS, strict=False)}
     try:
-        with tempfile.NamedTemporaryFile("w", suffix=".tsv") as rules_file:
+        with (
+            add_path_when_full(Path(tempfile.gettempdir())),
+            tempfile.NamedTemporaryFile("w", suffix=".tsv") as rules_file,
+        ):
             rules_file.write(_character_rules(options))
             rules_file.flush()
             sentencepiece.SentencePieceTrainer.train(

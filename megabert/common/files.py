@@ -103,7 +103,7 @@ def atomic_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
     """A file to write into, which replaces `path` when the block ends without an error, `synced` to the disk before."""
     temporary = _beside(path, "tmp")
     try:
-        with open(temporary, "wb") as file, add_path_when_full(path):
+        with add_path_when_full(path), open(temporary, "wb") as file:  # which may write its end when it is closed
             yield file
             if synced:
                 file.flush()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megabert.common import files
-from megabert.common.files import atomic_folder, write_atomically
+from megabert.common.files import atomic_file, atomic_folder, write_atomically
 from megabert.common.run_files import json_lines
 
 
@@ -121,6 +121,9 @@ def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match="File too large"):
             write_atomically(path, bytes(5000))
+        with pytest.raises(OSError, match="File too large") as error, atomic_file(path, synced=False) as file:
+            file.write(bytes(5000))  # which a buffer holds until the file is closed
+        assert error.value.filename == str(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)

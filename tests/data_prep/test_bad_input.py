@@ -1,13 +1,16 @@
 """Every mistake ends the command with exit code 2 (a full disk: 4) and one line, and leaves no dataset behind."""
 
+import errno
 import json
 import resource
 from functools import partial
+from unittest.mock import MagicMock
 
 import pyarrow.parquet
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.readers import decompress
 from tests.helpers import prep_builds
 from tests.helpers.prep_builds import error_of
 from tests.helpers.prep_reading import archive, contents, records, write, write_all
@@ -54,6 +57,15 @@ def test_bad_input_stops_or_is_counted(build, tmp_path):
     (saved,) = (tmp_path / "out").rglob("*.parquet")
     text = "\n".join(pyarrow.parquet.read_table(saved)["text"].to_pylist())
     assert text.count("Zürich ist schön.") == 9 and text.count("\ufffd") == 1 and "Ã" not in text
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_failing_read_names_the_input_file(policy, build, tmp_path, monkeypatch):
+    file = MagicMock()
+    file.__enter__.return_value.read.side_effect = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(decompress, "open_regular", lambda path: file)
+    good = write(tmp_path / "good.txt", GOOD)
+    expect_error(build(good, code=4, on_error=policy), f"{good}: Input/output error")
 
 
 def test_training_options_beside_a_tokenizer_are_named(build, tmp_path):

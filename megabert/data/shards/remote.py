@@ -265,7 +265,7 @@ class RemoteShards:
         """Make the empty file `part` of `size` bytes, and remove the oldest shards until the limit holds. The parts of a killed process
         go so too, but after STALE: one that is being copied would appear again."""
         with _alone(self.cache.path / "shards"):
-            with open(part, "wb") as file, add_path_when_full(part):
+            with add_path_when_full(part), open(part, "wb") as file:
                 file.truncate(size)
             os.utime(part, (time.time(), time.time() + STALE))
             copies = []
