@@ -43,6 +43,8 @@ TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
 CODE, PACKAGES = ("data_prep", "megabert/data"), ("numpy", "pyarrow", "rensa", "sentencepiece", "tokenizers")
 # account entry that may change before a resume, since the key of each finished item has its files' sizes and times
 FILES = "input files"
+# entry of an unfinished build that may change too
+ON_ERROR = "on error"
 # file names that builds write; a folder with any other file is refused
 OURS = re.compile(
     r"\.work|held_out|seq\d+|\.?shard-.*\.(tar|tmp)|\.(manifest|build|report).*\.tmp|(manifest|build|report)\.json|"
@@ -88,10 +90,10 @@ def opened(
         if part:
             work.mkdir(exist_ok=True)
             with alone(work):
-                _begin(output, account, overwrite, part)
+                _begin(output, account, overwrite, on_error, part)
             yield work
             return
-        _begin(output, account, overwrite, part)
+        _begin(output, account, overwrite, on_error, part)
         for folder in (output, work, *(work / FOLDER).glob("*/")):
             for path in folder.glob(".*.tmp"):  # of processes that were killed
                 path.unlink()
@@ -158,21 +160,21 @@ def _refuse_skipped(output: str | Path, on_error: str) -> None:
         )
 
 
-def _begin(output: Path, account: dict[str, Any], overwrite: bool, part: bool) -> None:
+def _begin(output: Path, account: dict[str, Any], overwrite: bool, on_error: str, part: bool) -> None:
     """Create the work folder of the build of `account`, or check that an existing one belongs to it.
 
     With `overwrite` an unfinished build of the same account was started by the same command, and is resumed. Jobs that each read a
     `part` must have the same files too.
     """
     unfinished = output / WORK / ACCOUNT
-    account = account | {"code": code()}
+    account = account | {"code": code(), ON_ERROR: on_error}
     if unfinished.exists():
         written = unfinished.read_bytes()
-        changed = _changes(written, unfinished, account, but=() if part else (FILES,))
+        changed = _changes(written, unfinished, account, but=(ON_ERROR,) if part else (FILES, ON_ERROR))
         if not changed:
             if _changes(written, unfinished, account):
-                # Manifests written before a kill are not of the shards that follow, and tasks of other files may need unpacked
-                # text that was deleted after it had been read.
+                # Manifests written before a kill are not of the shards that follow, and tasks of other files, or those that stop
+                # where they skipped, may need unpacked text that was deleted after it had been read.
                 for path in (*output.rglob(MANIFEST), output / WORK / FOLDER / f"{UNPACK}.json"):
                     path.unlink(missing_ok=True)
             write_json(unfinished, account)

@@ -129,16 +129,18 @@ def test_corrected_option_reuses_unpacked_text(topics, run, tmp_path, monkeypatc
 
 
 def test_changed_file_beside_text_deleted_after_reading(topics, run, tmp_path, monkeypatch):
-    """A build that ran out of disk at its end, and resumes with another file corrected."""
+    """A build that ran out of disk at its end, and resumes without --on-error skip, then with another file corrected."""
     monkeypatch.setattr(journal, "SWEEP_BYTES", 1)
     folder = tmp_path / "in"
     write(folder / "a.jsonl.gz", PACK["gz"](make("jsonl", topics)))
-    last = write(folder / "b.jsonl", make("jsonl", topics[:2]))
+    last = write(folder / "b.jsonl", make("jsonl", topics[:2]) + b'{"text": 5}')
     with monkeypatch.context() as patched:
         patched.setattr(building, "_commit", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(OSError):
-            run("out", folder)
+            run("out", folder, on_error="skip")
     assert not list((tmp_path / "out/.work").glob(SPOOLS))
+    with pytest.raises(Unfinished, match=r"b\.jsonl: .*not a string"):
+        run("out", folder)
     write(last, make("jsonl", topics[:3]))
     assert run("out", folder)[1] == run("fresh", folder)[1]
 
