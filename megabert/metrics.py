@@ -40,8 +40,7 @@ def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int
     embeddings). These are the model's: of the last layer all tokens count, where it computes what follows attention at predicted
     positions alone, 2.5 to 5% fewer in all for LARGE and BASE.
     """
-    d, ffn = model.hidden, model.ffn
-    encoder = 6 * model.layers * (d * (model.qkv_columns + d) + d * (model.ffn_inputs + ffn)) * tokens
+    d, encoder = model.hidden, 6 * model.layer_weights * tokens
     attention = 12 * d * model.layer_pairs(tokens, pairs)
     heads = 6 * (model.vocab_size * d + d * d * model.transform) * predictions + (
         6 * d * d * sequences if model.nsp else 0

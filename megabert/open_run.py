@@ -33,7 +33,7 @@ from megabert.common import environment, errors
 from megabert.common.files import canonical, write_atomically
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, STARTS, append_line
-from megabert.config import Config, DataConfig, fit_micro_size, list_phases, replace
+from megabert.config import Config, DataConfig, ModelConfig, fit_micro_size, list_phases, replace
 from megabert.data import mixture
 from megabert.data.mixture import AnyDataset, check_data_fits, members, token_counts
 from megabert.data.shards import Cache, Manifest
@@ -226,6 +226,7 @@ def build_engine(
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
+        refuse_above_memory(config.model)
         if config.distill.teacher:
             assert extras.build is not None, "see Extras.check"
             return extras.build(config, tokenizer.sha256, world.device)
@@ -235,6 +236,17 @@ def build_engine(
         return model
 
     return Engine(config, lambda: on_every_rank(world, build), world, deepspeed_extra)
+
+
+def refuse_above_memory(model: ModelConfig) -> None:
+    """Raises ValueError for a model whose fp32 weights are larger than this machine's memory."""
+    rows = model.vocab_size + (0 if model.gated else model.first_position + model.max_positions)
+    needed, memory = (model.layer_weights + model.hidden * rows) / 2**28, environment.memory_gib()
+    if needed > memory > 0:
+        raise ValueError(
+            f"the model's weights are {needed:,.0f} GiB in fp32, this machine's memory is {memory:g} GiB; lower model.layers, "
+            "model.hidden, model.intermediate or model.max_positions"
+        )
 
 
 def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:

@@ -152,6 +152,13 @@ def test_a_model_one_rank_cannot_build_stops_all(tmp_path) -> None:
     assert found == [("rank 1: no weights fit here", USER_ERROR)] * 2
 
 
+def test_a_model_above_memory_is_not_built(tmp_path, world) -> None:
+    for change in ({"model__hidden": 10**7}, {"model__intermediate": 10**12}, {"model__first_position": 10**18}):
+        cfg = config(DATA, model__vocab_size=0, model__max_positions=512, **change)
+        with pytest.raises(ValueError, match=r"the model's weights are [\d,]+ GiB in fp32, this machine's memory is"):
+            open_run(tmp_path / "run", cfg, world, StopAt(), Watchdog(world, tmp_path, 0))
+
+
 def test_evaluations_reuse_what_the_first_left_open(tmp_path, reads):
     inner = make_dataset(tmp_path / "held_out", 100)
     make_dataset(tmp_path, 16, held_out=held_out_of(inner, 100))

@@ -84,10 +84,13 @@ def read_config(run: Path, sha256: str, data: str) -> Config:
     from megabert.config import from_dict
 
     for path in (run / CONFIG, *run.glob("checkpoints/step-*/manifest.json")):
-        content = json.loads(path.read_bytes())
-        tree = content.get("state", content)["config"]
-        if from_dict(tree).digest() == sha256:
-            break
+        try:
+            content = json.loads(path.read_bytes())
+            tree = content.get("state", content)["config"]
+            if from_dict(tree).digest() == sha256:
+                break
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # damaged: another file may have it
     else:
         raise ValueError(f"{run}: the configuration of these updates is in no checkpoint that is kept")
     tree["log"] |= {"tensorboard": False, "wandb": "", "to": []}

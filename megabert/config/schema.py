@@ -68,7 +68,7 @@ class ModelConfig(Section):
         "ModernBERT); with norm=pre and nsp=false. nomic: the first two, segments, no biases in the layers (Nussbaum "
         "et al. 2024, NomicBERT); with norm=post and nsp=false",
     )
-    layers: int = setting(12, "number of encoder layers", gt=0)
+    layers: int = setting(12, "number of encoder layers", gt=0, le=10_000)
     hidden: int = setting(768, "width of the residual stream", gt=0)
     heads: int = setting(12, "attention heads; must divide hidden", gt=0)
     kv_heads: int = setting(0, "heads of keys and values, shared by groups of heads; 0: as heads", ge=0)
@@ -166,6 +166,11 @@ class ModelConfig(Section):
         """Columns of the product before attention: queries, keys and values."""
         return self.hidden + 2 * self.hidden // self.heads * self.key_heads
 
+    @property
+    def layer_weights(self) -> int:
+        """Elements of the matrices of all layers."""
+        return self.layers * self.hidden * (self.qkv_columns + self.hidden + self.ffn_inputs + self.ffn)
+
     def layer_window(self, layer: int) -> int:
         """The layer's window; 0 for a global layer."""
         return self.window if layer % self.global_every else 0
@@ -262,7 +267,7 @@ class DataConfig(Section):
 class BatchConfig(Section):
     """Rows of an update, and rows of a device at a time."""
 
-    global_size: int = setting(256, "rows of one update over all ranks and micro-steps", gt=0)
+    global_size: int = setting(256, "rows of one update over all ranks and micro-steps", gt=0, le=100_000_000)
     micro_size: int = setting(32, "most rows of a forward and backward pass on a rank", gt=0)
 
 

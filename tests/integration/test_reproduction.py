@@ -155,6 +155,7 @@ def test_only_what_was_compared_is_called_equal(copy: Path) -> None:
     other, data = copy / "other", str(copy / "data")
     shutil.copytree(copy / "run", other)
     write_again(other, {12: {"weights": "another"}, 14: {"threads": 99}})
+    (copy / "run/config.json").write_text('{"config": {')  # damaged; the checkpoints have it too
     of = repetition.interval(copy / "run", 8, 13, data)
     assert "equal to rounding, since these differ from the run: threads" in repetition.compare(of, other)
     shutil.rmtree(other / "checkpoints/step-00000012")
