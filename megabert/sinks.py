@@ -81,7 +81,8 @@ class JsonLines(Sink):
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with add_path_when_full(self._path):  # it writes what `write` could not
+                self._file.close()
 
 
 class SampleLines(JsonLines):

@@ -226,9 +226,9 @@ def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog):
 
 def test_a_full_disk_names_the_file(tmp_path):
     """An error of a write has no file name of its own."""
-    for write in (lambda path: append_line(path, "{}"), JsonLines(tmp_path / METRICS, -1).write):
-        (tmp_path / METRICS).symlink_to("/dev/full")
+    lines = JsonLines(tmp_path / METRICS, -1)
+    (tmp_path / METRICS).symlink_to("/dev/full")
+    for write in (lambda: append_line(tmp_path / METRICS, "{}"), lambda: lines.write({"step": 1}), lines.close):
         with pytest.raises(OSError, match="No space left") as caught:
-            write(tmp_path / METRICS if write.__name__ == "<lambda>" else {"step": 1})
+            write()
         assert caught.value.filename == str(tmp_path / METRICS)
-        (tmp_path / METRICS).unlink()

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megabert.common.errors import FAILED, Failed, describe, record_exit_code
+from megabert.common.files import add_path_when_full
 from megabert.common.logs import log, write_notice
 from megabert.common.processes import pid_namespace, read_start_time
 from megabert.distributed.ranks import World, on_every_rank, on_main
@@ -210,7 +211,7 @@ def wait_for_end(
 def _create(path: Path, owner: Owner) -> bool:
     """Create the file of `owner`, and remove those of earlier owners; whether this job became the owner."""
     try:
-        with open(path, "xb") as file:
+        with add_path_when_full(path), open(path, "xb") as file:
             file.write(serialize(owner))
             file.flush()
             os.fsync(file.fileno())

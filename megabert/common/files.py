@@ -103,7 +103,8 @@ def atomic_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
     """A file to write into, which replaces `path` when the block ends without an error, `synced` to the disk before."""
     temporary = _beside(path, "tmp")
     try:
-        with add_path_when_full(path), open(temporary, "wb") as file:  # which may write its end when it is closed
+        # in this order: `close` writes again, and fails again
+        with add_path_when_full(path), open(temporary, "wb") as file:
             yield file
             if synced:
                 file.flush()

@@ -234,10 +234,10 @@ def test_a_job_killed_while_it_locks_blocks_nobody(tmp_path):
 
 
 def test_a_full_disk_leaves_no_lock_without_an_owner(tmp_path, monkeypatch):
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "run/lock/00000001"))
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with pytest.raises(OSError, match="No space left") as caught:
         run_lock._create(tmp_path / "00000001", OTHER)
+    assert caught.value.filename == str(tmp_path / "00000001")
     assert os.listdir(tmp_path) == []
 
 

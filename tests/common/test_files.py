@@ -119,11 +119,13 @@ def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
-            write_atomically(path, bytes(5000))
-        with pytest.raises(OSError, match="File too large") as error, atomic_file(path, synced=False) as file:
+        for size in (5000, 50_000):  # below and above the buffer
+            with pytest.raises(OSError, match="File too large") as caught:
+                write_atomically(path, bytes(size))
+            assert caught.value.filename == str(path)
+        with pytest.raises(OSError, match="File too large") as caught, atomic_file(path, synced=False) as file:
             file.write(bytes(5000))  # which a buffer holds until the file is closed
-        assert error.value.filename == str(path)
+        assert caught.value.filename == str(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
