@@ -173,7 +173,11 @@ def test_an_environment_is_made_when_something_changed_and_only_the_project_with
     def make_venv(python: str = "", where: Path = folder, **more: str) -> list[str]:
         calls = tmp_path / "calls"
         calls.write_text("")
-        env = os.environ | {"CALLS": str(calls), "VENV": "", "CXX": "true", "PIP_USER": "1", "PIP_TARGET": "/nowhere"} | more
+        env = (
+            os.environ
+            | {"CALLS": str(calls), "VENV": "", "CXX": "true", "PIP_USER": "1", "PIP_TARGET": "/nowhere"}
+            | more
+        )
         env["PYTHON"] = str(tmp_path / python) if python else ""
         command = ["bash", str(where / "launch/venv.sh")]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
