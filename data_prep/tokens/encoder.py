@@ -167,7 +167,8 @@ class WordEncoder:
 
     def _split(self) -> tuple[np.ndarray, np.ndarray, pa.StringArray | None]:
         """Numbers int64 [w] of the waiting words, edges int64 [p + 1] of paragraphs, cleaned words with `texts`."""
-        lists = pc.utf8_split_whitespace(pa.array(self._paragraphs, pa.string()))
+        # Arrow reads the byte after the last string: if it continues a character, space before it would belong to the word.
+        lists = pc.utf8_split_whitespace(pa.array([*self._paragraphs, "."], pa.string()))[:-1]
         encoded = lists.flatten().dictionary_encode()
         # place: index of each word among the distinct ones
         distinct, place = encoded.dictionary, encoded.indices.to_numpy()

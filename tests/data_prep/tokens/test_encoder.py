@@ -59,6 +59,22 @@ def test_arrow_splits_where_python_does():
     assert found == [text.split() for text in texts]
 
 
+def test_memory_after_a_batch_changes_no_word(tokenizer_file, monkeypatch):
+    split = pc.utf8_split_whitespace
+
+    def split_before_half_a_character(texts):
+        _, edges, data = texts.buffers()
+        size = np.frombuffer(edges, np.int32)[len(texts)]
+        followed = pa.py_buffer(data.to_pybytes()[:size] + b"\x80" * 64)
+        return split(pa.StringArray.from_buffers(len(texts), edges, followed.slice(0, size)))
+
+    tokenizer = Tokenizer.load(tokenizer_file)
+    want = encoded([["One two"]], tokenizer).words.document_hashes(0)
+    monkeypatch.setattr(pc, "utf8_split_whitespace", split_before_half_a_character)
+    for space in (" ", "\xa0", "\u3000"):
+        assert encoded([["One two" + space]], tokenizer).words.document_hashes(0) == want
+
+
 def test_paragraphs_and_documents_keep_their_places(tokenizer_file):
     documents = [["One two. Three four.", "", "  ", " Five \u3000 six "], [], ["\u200b"], [" "], ["Seven."]]
     tokenizer = Tokenizer.load(tokenizer_file)
