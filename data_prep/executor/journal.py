@@ -172,7 +172,14 @@ class Stages:
             return self._executor.map(call, numbered, lambda result: bar.update(result.size or 1))
 
     def keep(self, name: str) -> None:
-        """Record all results of a stage, if it was run, so that other processes can use them without reading its files."""
+        """Sync the files of a stage, if it was run, and record all its results, so that other processes can use them without reading
+        the files."""
+        if name in self._finished:
+            for path in filter(Path.exists, self._files(name)):
+                sync(path)
+            self._record(name)
+
+    def _record(self, name: str) -> None:
         if name in self._finished:
             key, on_error, results = self._finished[name]
             record = {"key": key, "on_error": on_error, "results": [one.as_json() for one in results]}
@@ -200,7 +207,7 @@ class Stages:
             for path in (*self._files(maker), *(self._records / maker).glob("*.json"), self._records / maker):
                 if path.exists():  # otherwise consumed before
                     sync(path)
-        self.keep(name)
+        self._record(name)
         for path in self._files(name):
             path.unlink(missing_ok=True)
         shutil.rmtree(self._records / name, ignore_errors=True)

@@ -22,8 +22,9 @@ from typing import IO, Any, NamedTuple
 
 import zstandard
 
-from data_prep.common.errors import BadInput, Damaged, Problems
+from data_prep.common.errors import Damaged, Problems, refuse_failure
 from data_prep.readers.files import open_regular, status
+from megabert.common.errors import describe
 
 
 class _Unbounded:
@@ -238,19 +239,28 @@ def as_file(chunks: Iterator[bytes]) -> io.BufferedReader:
 
 
 def read_spools(folder: str, index: str, begin: int) -> Iterator[bytes]:
-    """The unpacked text of a large packed file from byte `begin` on, at most PLAIN_CHUNK at a time. Raises BadInput for a damaged spool.
+    """The unpacked text of a large packed file from byte `begin` on, at most PLAIN_CHUNK at a time. Raises ValueError, not BadInput, which
+    would be damage of the input, for a spool that is damaged or missing.
 
     A spool is a zstd file of some MB of text in the work folder; `index`, a JSON list of (name, unpacked bytes), gives those of a
     file in order.
     """
-    with open(os.path.join(folder, index), "rb") as file:
-        spools: list[tuple[str, int]] = json.load(file)
-    for name, size in spools:
-        if begin < size:
-            path = os.path.join(folder, name)
-            text = _unpack_spool(path, size, os.stat(path).st_mtime_ns)
-            yield from (text[at : at + PLAIN_CHUNK] for at in range(begin, size, PLAIN_CHUNK))
-        begin = max(begin - size, 0)
+    path = os.path.join(folder, index)
+    try:
+        with open(path, "rb") as file:
+            spools: list[tuple[str, int]] = json.load(file)
+        for name, size in spools:
+            if begin < size:
+                path = os.path.join(folder, name)
+                text = _unpack_spool(path, size, os.stat(path).st_mtime_ns)
+                yield from (text[at : at + PLAIN_CHUNK] for at in range(begin, size, PLAIN_CHUNK))
+            begin = max(begin - size, 0)
+    except (OSError, ValueError) as error:
+        refuse_failure(error, path)
+        record = os.path.join(folder, "journal", "unpack.json")
+        raise ValueError(
+            f"{describe(error)}: unpacked text is lost; remove {record}, and the same command unpacks it again"
+        ) from None
 
 
 @lru_cache(maxsize=2)
@@ -261,7 +271,7 @@ def _unpack_spool(path: str, size: int, changed: int) -> bytes:
         with open(path, "rb") as file:
             text = zstandard.ZstdDecompressor().decompress(file.read())
     except zstandard.ZstdError as error:
-        raise BadInput(f"{path}: damaged ({error})") from None
+        raise ValueError(f"{path}: damaged ({error})") from None
     if len(text) != size:
-        raise BadInput(f"{path}: truncated: {len(text)} bytes of text, {size} were written")
+        raise ValueError(f"{path}: truncated: {len(text)} bytes of text, {size} were written")
     return text

@@ -1,6 +1,8 @@
 """Independent jobs that read a part of the input each, and one that merges: the bytes of a build that did it all."""
 
 import gzip
+import re
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import Mock
@@ -42,6 +44,20 @@ def test_parts_in_any_order_give_the_same_bytes(given, tmp_path):
     summary = build(plan, Pool(1), progress=False)  # reads part 2 as well
     assert summary["resumed"] and contents(plan.folder) == contents(tmp_path / "at once")
     assert build_part(plan, Pool(1), (2, 3), progress=False) is False
+
+
+@pytest.mark.parametrize("lost", [b"", None])
+def test_lost_unpacked_text_is_no_damage_of_the_input(lost, given, tmp_path):
+    plan = replace(given(tmp_path / "out"), on_error="skip")
+    assert build_part(plan, Pool(1), (1, 99), progress=False)
+    spool = max((plan.folder / ".work").glob("stream-*.zst"))
+    spool.unlink() if lost is None else spool.write_bytes(lost)
+    with pytest.raises(ValueError, match=rf"{spool}: .*unpacked text is lost") as error:
+        build(plan, Pool(1), progress=False)
+    Path(re.search("remove (.*), and", str(error.value))[1]).unlink()
+    build(plan, Pool(1), progress=False)
+    build(given(tmp_path / "fresh"), Pool(1), progress=False)
+    assert contents(plan.folder) == contents(tmp_path / "fresh")
 
 
 def test_part_reads_nothing_again_behind_reading(given, tmp_path, monkeypatch):
