@@ -73,6 +73,17 @@ def launched_ranks() -> int:
     return max(sizes, default=0)
 
 
+@contextlib.contextmanager
+def _dead_workers_named() -> Iterator[None]:
+    """Raises WorkerDied if a forked process died."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise WorkerDied(
+            "a worker process died (out of memory?); the same command resumes, if need be with fewer --workers"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Pool:
     """`size` workers: this process alone, forked processes, MPI ranks or Ray tasks.
@@ -86,6 +97,7 @@ class Pool:
     root_works: bool = False
     cancel: Callable[[], object] = lambda: None
 
+    @_dead_workers_named()
     def map(self, function: Callable[[Item], Result], items: Sequence[Item], progress: Progress) -> list[Result]:
         """Results in the order of `items`; `progress(result)` is called as each arrives.
 
@@ -130,10 +142,6 @@ class Pool:
             while len(results) < len(items):
                 take_next()
                 submit(1)
-        except BrokenProcessPool:
-            raise WorkerDied(
-                "a worker process died (out of memory?); the same command resumes, if need be with fewer --workers"
-            ) from None
         except KeyboardInterrupt:
             self.cancel()
             raise
@@ -177,6 +185,6 @@ def opened(workers: int | None, executor: str | None = None) -> Iterator[Pool | 
         return
     # Forked before this process has threads; forking saves workers a second of imports.
     with ProcessPoolExecutor(workers, get_context("fork"), _init_worker, (os.getpid(),)) as processes:
-        with interrupts_blocked():
+        with interrupts_blocked(), _dead_workers_named():
             processes.submit(os.getpid).result()
         yield Pool(workers, processes)

@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -152,6 +153,12 @@ def test_nothing_runs_after_an_error(bad, done, tmp_path):
 def test_a_killed_worker_is_one_clear_error():
     with pool.opened(2) as executor, pytest.raises(Unfinished, match="a worker process died"):
         executor.map(negative, [1, 9, 2, 4], lambda _: None)
+
+
+def test_worker_killed_at_its_start_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(pool, "_init_worker", lambda parent: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(Unfinished, match="a worker process died"), pool.opened(2):
+        pytest.fail("the build began")
 
 
 def encode_batch(path):
