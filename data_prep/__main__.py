@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from megabert.common.errors import command, exit_on_ctrl_c, interrupted, run_main
+from megabert.common.errors import Failed, command, exit_on_ctrl_c, interrupted, run_main
 
 with exit_on_ctrl_c():
     from data_prep import commands
@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         return commands.run(args)
     except BrokenPipeError:
         raise
+    except MemoryError:
+        raise Failed(f"{args.command}: out of memory; more of it, a higher limit or fewer --workers may help") from None
     except OSError as error:
         if error.errno is not None:  # a failed write has no file name
             error.filename = error.filename or folder

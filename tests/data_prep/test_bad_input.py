@@ -4,13 +4,14 @@ import errno
 import json
 import resource
 from functools import partial
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pyarrow.parquet
 import pytest
 
 from data_prep.__main__ import main
 from data_prep.readers import decompress
+from data_prep.stages import read
 from tests.helpers import prep_builds
 from tests.helpers.prep_builds import error_of
 from tests.helpers.prep_reading import archive, contents, records, write, write_all
@@ -66,6 +67,11 @@ def test_failing_read_names_the_input_file(policy, build, tmp_path, monkeypatch)
     monkeypatch.setattr(decompress, "open_regular", lambda path: file)
     good = write(tmp_path / "good.txt", GOOD)
     expect_error(build(good, code=4, on_error=policy), f"{good}: Input/output error")
+
+
+def test_lack_of_memory_is_one_line(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(read, "clean_documents", Mock(side_effect=MemoryError))
+    expect_error(build(write(tmp_path / "good.txt", GOOD), code=4), "build: out of memory")
 
 
 def test_training_options_beside_a_tokenizer_are_named(build, tmp_path):
