@@ -253,7 +253,7 @@ class DataConfig(Section):
     seq_len: int = setting(
         0, "tokens of a row, for a plan without data; datasets with other rows are refused; 0: any", ge=0
     )
-    workers: int = setting(2, "loader processes of each rank; 0: loading in the training process", ge=0)
+    workers: int = setting(2, "loader processes of each rank; 0: loading in the training process", ge=0, le=1000)
     prefetch: int = setting(4, "micro-batches each worker keeps ready", gt=0)
     masking: MaskingConfig = MaskingConfig()
 

@@ -110,6 +110,7 @@ WSD = ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5"
         (["model.layers=two"], "model.layers: Input should be a valid integer (got 'two')"),
         ([f"model.layers={10**11}"], "model.layers: Input should be less than or equal to 10000 (got 100000000000)"),
         (["batch.global_size=0"], "batch.global_size: Input should be"),
+        (["data.workers=100000"], "data.workers: Input should be less than or equal to 1000 (got 100000)"),
         ([f"batch.global_size={10**18}"], "batch.global_size: Input should be less than or equal to 100000000"),
         ([f"spikes.window={1 << 63}"], "spikes.window: must be below 2^63 (got 9223372036854775808)"),
         (["optimizer.lr=inf"], "optimizer.lr: Input should be a finite number (got inf)"),
