@@ -175,7 +175,7 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, on_error: str
             if _changes(written, unfinished, account):
                 # Manifests written before a kill are not of the shards that follow, and tasks of other files, or those that stop
                 # where they skipped, may need unpacked text that was deleted after it had been read.
-                for path in (*output.rglob(MANIFEST), output / WORK / FOLDER / f"{UNPACK}.json"):
+                for path in (*_manifests(output), output / WORK / FOLDER / f"{UNPACK}.json"):
                     path.unlink(missing_ok=True)
             write_json(unfinished, account)
             return
@@ -184,11 +184,16 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, on_error: str
                 f"--output {output}: holds an unfinished build with other options or code ({changed}); use those to resume it, "
                 "or --overwrite to start again"
             )
-    if not overwrite and list(output.rglob(MANIFEST)):
+    if not overwrite and _manifests(output):
         raise BadInput(f"--output {output}: already holds a dataset; --overwrite replaces it")
     clear(output, part)  # a part, too: no other one has begun, and a build may have been killed while it cleared
     (output / WORK).mkdir(exist_ok=True)
     write_json(unfinished, account)
+
+
+def _manifests(output: Path) -> list[Path]:
+    """The manifests in a folder, in the order to remove them: a dataset's before that of its held-out part."""
+    return sorted(output.rglob(MANIFEST), key=lambda path: len(path.parts))
 
 
 def _has_results(work: Path) -> bool:
@@ -248,7 +253,7 @@ def clear(output: Path, part: bool = False) -> None:
     """
     work, account = output / WORK, output / ACCOUNT
     # with the manifests the records of complete stages, whose files may be deleted
-    for path in (*sorted(output.rglob(MANIFEST)), *(work / FOLDER).glob("*.json")):
+    for path in (*_manifests(output), *(work / FOLDER).glob("*.json")):
         path.unlink()
     if (work / ACCOUNT).exists():
         os.replace(work / ACCOUNT, account)

@@ -59,6 +59,19 @@ def test_resume_with_other_files_removes_manifests(tmp_path):
         assert not list(tmp_path.rglob(MANIFEST))
 
 
+def test_clear_removes_a_dataset_before_its_held_out_part(tmp_path, monkeypatch):
+    """Else one without it would be complete after a kill."""
+
+    def killed(path: Path) -> None:
+        raise Killed(path)
+
+    write_all(tmp_path, dict.fromkeys((MANIFEST, f"held_out/{MANIFEST}"), "{}"))
+    monkeypatch.setattr(Path, "unlink", killed)
+    with pytest.raises(Killed) as error:
+        output_folder.clear(tmp_path)
+    assert error.value.args == (tmp_path / MANIFEST,)
+
+
 @pytest.mark.parametrize("files", range(4))
 def test_killed_while_removing_work_is_complete(files, tmp_path, monkeypatch):
     """Whatever files were removed before the kill, in whatever order: no build resumes with the rest."""
