@@ -32,6 +32,7 @@ from data_prep.readers.tasks import list_ranges
 from data_prep.report import summary
 from data_prep.stages import read, train_tokenizer
 from data_prep.stages.write import WrittenSplit
+from megabert.common import storage
 from megabert.common.files import write_atomically
 from megabert.common.logs import log
 from megabert.data import shards
@@ -168,7 +169,7 @@ def describe_input(plan: BuildPlan, ranges: list[RangeList]) -> dict[str, Any]:
     size = sum(of_corpus.size for of_corpus in ranges)
     return {
         "options": plan.options.listed(plan.given is None),
-        "corpora": {c.name: {"paths": list(c.paths), "weight": c.weight} for c in plan.corpora},
+        "corpora": {c.name: {"paths": list(map(storage.public, c.paths)), "weight": c.weight} for c in plan.corpora},
         "tokenizer_sha256": None if plan.given is None else plan.given.sha256,
         output_folder.FILES: {"count": count, "bytes": size, "digest": digest.hexdigest()},
     }

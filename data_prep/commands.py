@@ -20,7 +20,7 @@ from megabert.common.arguments import Parser, called_as
 from megabert.common.environment import cores, launched
 from megabert.common.errors import OK, exit_on_ctrl_c
 from megabert.common.files import add_path_when_full
-from megabert.common.logs import log
+from megabert.common.logs import hide_secrets, log
 
 if TYPE_CHECKING:
     from megabert.data.tokenizer import Tokenizer
@@ -94,10 +94,10 @@ def run(args: argparse.Namespace) -> int:
         return OK
     problems = 0
     for problem in inspect_dataset.verify(args.folder, _workers(args) or cores(), not args.quiet):
-        print(problem)
+        print(hide_secrets(problem))
         problems += 1
     for folder in inspect_dataset.datasets(args.folder) if not problems else ():
-        print(f"{folder}: complete, {shards.Manifest.load(folder).rows} rows")
+        print(f"{storage.public(str(folder))}: complete, {shards.Manifest.load(folder).rows} rows")
     return 1 if problems else OK
 
 

@@ -222,6 +222,10 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
         if not storage.is_url(path) and not Path(path, MANIFEST).is_file():
             option = "--data" if path == config.data.path else "data.path of a phase:"
             raise ValueError(f"{option} {path}: no dataset ({MANIFEST}) there; `{build} …` makes one for this model")
+        if any(storage.public(each) != each for each in (path, *phase.config.data.mix, config.distill.teacher)):
+            raise ValueError(
+                "files of the run would show the password in a URL; write it to a netrc file, and set NETRC to its path"
+            )
     if os.fsencode(args.run).decode(errors="ignore") != args.run:
         raise ValueError(f"--run {os.fsencode(args.run)!r}: its name is not UTF-8, in which files of the run have it")
     if Path(args.run).is_file() or storage.is_url(args.run):

@@ -197,6 +197,7 @@ MISTAKES = {
     "train --config": "argument --config: expected one argument",
     "train --explain shedule": "--explain shedule: no such section or key; did you mean schedule?",
     TRAIN + "--data data": "--run is missing: name a folder",
+    TRAIN + "--data https://me:word@h/x --run x": "files of the run would show the password in a URL; ",
     TRAIN + "--data nowhere --run x": f"--data nowhere{NO_DATASET}",
     TRAIN + "--data empty --run x": f"--data empty{NO_DATASET}",
     TRAIN + "--data data --run text.txt": "--run text.txt: is a file; name a folder",

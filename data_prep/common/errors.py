@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from typing import Any
 
+from megabert.common import storage
 from megabert.common.errors import FAILED, exit_code
 
 EMPTY = "empty file"
@@ -19,8 +20,8 @@ Losses = dict[str, dict[str, Any]]
 
 
 def printable(path: str) -> str:
-    """A file's name in which bytes that are not UTF-8, surrogates in Python, are U+FFFD."""
-    return os.fsencode(path).decode(errors="replace")
+    """A file's name in which bytes that are not UTF-8, surrogates in Python, are U+FFFD; of a web address without its secrets."""
+    return os.fsencode(storage.public(path)).decode(errors="replace")
 
 
 def counted(count: int, plural: str) -> str:

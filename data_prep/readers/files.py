@@ -119,7 +119,7 @@ class InputNotices:
         self._counts[kind] += 1
         shown = self._shown.setdefault(kind, [])
         if len(shown) < self.SHOWN:
-            shown.append(printable(storage.public(path)))
+            shown.append(printable(path))
 
     def log(self) -> None:
         """A line for each kind."""

@@ -121,7 +121,7 @@ def _dataset(folder: str | Path, samples: int, masking: MaskingConfig) -> list[s
     if m.held_out and "passages" in m.held_out:
         held_out += f" of {m.held_out['passages']:,} passages of about {m.held_out['passage_tokens']:,} tokens"
     facts = {
-        "dataset": str(folder),
+        "dataset": storage.public(str(folder)),
         "fingerprint": m.fingerprint,
         "rows": f"{m.rows:,} of {m.seq_len} tokens, up to {m.max_sequences} sequences each, "
         f"{len(m.shards)} shards, {sum(shard.bytes for shard in m.shards) / 1e6:,.1f} MB",

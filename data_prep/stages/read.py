@@ -30,7 +30,6 @@ from data_prep.stages.kept import DOCUMENT, KEYED, PARAGRAPH, keyed, numbers
 from data_prep.text import clean
 from data_prep.tokens.encoder import DocumentBatch, WordEncoder
 from data_prep.tokens.word_cache import SharedWords
-from megabert.common import storage
 from megabert.common.logs import log
 
 STAGE = "read"
@@ -143,7 +142,7 @@ def log_guesses(results: Sequence[ItemResult]) -> None:
             found.setdefault(kind, []).append((count, path))
     for kind, guesses in found.items():
         more = sum(count for count, _ in guesses) - 1
-        first = printable(storage.public(guesses[0][1]))
+        first = printable(guesses[0][1])
         where = first + f" and {more:,} more" * (more > 0)
         if kind == EVALUATION_MEMBER:
             log.warning(
@@ -229,7 +228,8 @@ class _TaskFiles:
         for name, parts in self._keys.items():
             records = work_files.sort_by_key(np.concatenate(parts))
             work_files.write(self._job, f"{self._stem}.{name}-keys", records, self._result)
-        self._result.facts |= {"most unknown": self._unknown.most_common(1), "sources": list(self._sources)}
+        most_unknown = [(printable(path), n) for path, n in self._unknown.most_common(1)]
+        self._result.facts |= {"most unknown": most_unknown, "sources": list(map(printable, self._sources))}
 
     def _drop_lines(self, batch: DocumentBatch, table: np.ndarray) -> DocumentBatch:
         """The documents without the lines dropped by rules of lines; updates `table`."""

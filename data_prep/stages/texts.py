@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from data_prep.common.errors import printable
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import Append, BuildJob, ItemResult
@@ -66,7 +65,7 @@ def save(job: BuildJob, part: KeptDocuments) -> ItemResult:
     """Write text/part-TASK.parquet if any document of the task remains; the fact "sources": (file, documents, tokens)."""
     import pyarrow.parquet as parquet
 
-    result, sources = ItemResult(), list(map(printable, part.sources))
+    result, sources = ItemResult(), list(part.sources)
 
     def read(name: str, dtype: np.dtype | str) -> np.ndarray:
         return work_files.read(job, f"read-{part.task:07d}.{name}", dtype)

@@ -354,7 +354,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.output is None and (len(args.runs) > 1 or storage.is_url(args.runs[0])):
         raise ValueError(f"--output is missing: name the file for the report of {' and '.join(args.runs)}")
     folders = [download_folder(run, weights=False) if storage.is_url(run) else Path(run) for run in args.runs]
-    places = [run if storage.is_url(run) else "" for run in args.runs]
+    places = [storage.public(run) if storage.is_url(run) else "" for run in args.runs]
     runs, output = list(map(read_run, folders, places)), args.output or folders[0] / OUTPUT
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")

@@ -24,6 +24,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megabert.common.logs import hide_secrets
+
 ROOT = Path(__file__).resolve().parents[2]  # folder of a clone
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 # CPU features by which libraries choose their kernels
@@ -195,7 +197,7 @@ def source(*folders: str) -> str:
 
 def command() -> str:
     """This process' command line."""
-    return shlex.join(["python", *sys.argv])
+    return hide_secrets(shlex.join(["python", *sys.argv]))
 
 
 def raise_descriptor_limit() -> int:

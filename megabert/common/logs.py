@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,9 @@ from typing import Any, TextIO
 
 log = logging.getLogger("megabert")
 LEVELS = ("debug", "info", "warning", "error")
+# parts of addresses in a text that may be secrets: user and password, and a query, up to the punctuation of the text
+PASSWORD = re.compile(r"(?<=://)[^\s/?#'\"]*@")
+QUERY = re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*?(?=[:;,.)\]]*(?:[\s'\"]|$))")
 
 
 class _LineHandler(logging.Handler):
@@ -25,11 +29,16 @@ class _LineHandler(logging.Handler):
     prefix, is_main = "", True
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        text = hide_secrets(record.getMessage())
         if record.levelno >= logging.WARNING:
             write(f"{self.prefix}{record.levelname.lower()}: {text}\n", sys.stderr)
         elif self.is_main or record.levelno < logging.INFO:
             write(f"{self.prefix}{text}\n", sys.stdout)
+
+
+def hide_secrets(text: str) -> str:
+    """A text without the passwords and queries of the web addresses in it."""
+    return QUERY.sub(r"\1", PASSWORD.sub("", text))
 
 
 def write(text: str, stream: TextIO) -> None:

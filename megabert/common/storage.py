@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megabert.common.errors import Failed, with_retries
 from megabert.common.files import atomic_file
+from megabert.common.logs import PASSWORD
 
 T = TypeVar("T")
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -43,10 +44,11 @@ WAITS = (0.1, 0.5, 2.0, 8.0, 30.0)  # seconds before each retry, beside those of
 # read buffer of an open object, and bytes per request when a whole object is read
 BLOCK, CHUNK_BYTES = 4 << 20, 16 << 20
 _answered: set[tuple[str, bool]] = set()  # servers that this process has read from, or (with true) written to
-# options by which fsspec's classes use the environment's proxies
-PROXIES = {
-    "http": {"client_kwargs": {"trust_env": True}},
-    "https": {"client_kwargs": {"trust_env": True}},
+# options by which fsspec's classes use the environment's proxies, and web servers compress no answer, of which they send no parts
+WEB_OPTIONS: dict[str, Any] = {"client_kwargs": {"trust_env": True, "headers": {"Accept-Encoding": "identity"}}}
+PROXIES: dict[str, dict[str, Any]] = {
+    "http": WEB_OPTIONS,
+    "https": WEB_OPTIONS,
     "gs": {"session_kwargs": {"trust_env": True}},
     "gcs": {"session_kwargs": {"trust_env": True}},
 }
@@ -91,7 +93,7 @@ def glob_folder(url: str) -> str:
 
 def public(url: str) -> str:
     """A web address without its query and its password, which may be secrets; any other URL or path unchanged."""
-    return re.sub(r"(?<=://)[^/?#]*@", "", url.partition("?")[0]) if url.startswith(WEB) else url
+    return PASSWORD.sub("", url.partition("?")[0]) if url.startswith(WEB) else url
 
 
 def find(url: str) -> list[Object]:
@@ -332,9 +334,14 @@ def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
                 raise
             # the first line only, since later ones may contain the request; without query strings, which may hold
             # signatures
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            invalid = type(error).__name__ == "ParamValidationError"  # botocore's, of a name
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            first = " ".join(lines) if invalid else lines[0]
             reason = re.sub(r"\?\S+", "?…", getattr(error, "server_message", None) or first).replace("\n", " ")
-            if status in NOT_RETRIED:
+            reason = PASSWORD.sub("", reason)
+            # aiohttp gives a damaged answer the status 400
+            damaged = type(error.__cause__).__module__ == "aiohttp.http_exceptions"
+            if invalid or (status in NOT_RETRIED and not damaged):
                 raise ValueError(f"{shown}: refused ({reason:.200})") from None
             if "Credentials" in type(error).__name__:
                 raise ValueError(f"{shown}: no credentials ({reason:.200})") from None

@@ -37,7 +37,7 @@ from megabert.common import tables
 from megabert.common.arguments import parse_layers
 from megabert.common.errors import OK, USER_ERROR
 from megabert.common.files import hash_file, write_atomically
-from megabert.common.logs import aligned, duration, log
+from megabert.common.logs import aligned, duration, hide_secrets, log
 from megabert.config import Config, WatchdogConfig
 from megabert.data.batch import Update
 from megabert.data.tokenizer import Tokenizer, UnknownTokens
@@ -499,7 +499,7 @@ def train_missing(
         results.append(result)
     metric = data.task.metrics[0]
     points = summarise(results, metric)
-    tree = {"command": shlex.join(sys.argv), "settings": common, "points": points, "runs": results}
+    tree = {"command": hide_secrets(shlex.join(sys.argv)), "settings": common, "points": points, "runs": results}
     tree["best"] = best_run(output, points, results, metric)
     if world.is_main:
         write_json(output / SUMMARY, tree)

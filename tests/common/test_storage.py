@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megabert.common import errors, storage
+from megabert.common import errors, logs, storage
 from megabert.common.errors import Failed
 from tests.helpers import web_folder
 from tests.helpers.object_store import BARE, DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE, Proxy
@@ -214,6 +215,34 @@ def test_a_time_of_change_is_a_version(tmp_path: Path) -> None:
         assert storage.stat(f"{server}/a.bin").version != before.version != ""
 
 
+def test_web_servers_send_parts_of_a_text(tmp_path: Path) -> None:
+    """As nginx, which sends whole files to who takes them compressed."""
+    (tmp_path / "a.txt").write_bytes(DATA)
+    with web_folder.serve(tmp_path, packs=True) as server, storage.open_object(f"{server}/a.txt") as file:
+        file.seek(1_000)
+        assert file.read(10) == DATA[1_000:1_010]
+
+
+def test_an_answer_that_is_not_http_is_class_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "WAITS", (0.01,))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for _ in range(4):  # a HEAD and a GET for each try
+                with server.accept()[0] as client:
+                    client.recv(1 << 16)
+                    client.sendall(b"none of HTTP\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(Failed, match="Bad status line"):
+            storage.stat(f"http://127.0.0.1:{server.getsockname()[1]}/a.bin")
+
+
+def test_a_name_that_no_store_has_is_a_mistake(proxy: Proxy) -> None:
+    with pytest.raises(ValueError, match=r"s3://No_Bucket!/x: refused \(.*Invalid bucket name"):
+        storage.find("s3://No_Bucket!/x")
+
+
 def test_a_server_without_ranges_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(DATA)
     with web_folder.serve(tmp_path, ranges=False) as server:
@@ -242,6 +271,10 @@ def test_messages_have_no_secrets() -> None:
     with web_server(403) as (url, _), pytest.raises(ValueError, match="access denied") as caught:
         storage.stat(url.replace("//", "//me:word@") + "?sig=word")
     assert "word" not in str(caught.value)
+    of_text = (
+        "a 'http://me:word@h/b?sig=word': gone, https://h/c?sig=word=: gone (https://h/d?a=word); why? x@y s3://s/a?b"
+    )
+    assert logs.hide_secrets(of_text) == "a 'http://h/b': gone, https://h/c: gone (https://h/d); why? x@y s3://s/a?b"
 
 
 def test_a_local_path_imports_none_of_it(tmp_path: Path) -> None:

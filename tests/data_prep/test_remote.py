@@ -16,7 +16,7 @@ import pytest
 
 from megabert.common import storage
 from megabert.data.shards import verify
-from tests.helpers import hub, prep_reading
+from tests.helpers import hub, prep_reading, web_folder
 from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE
 from tests.helpers.prep_builds import build, build_here, build_words, command, error_of, start
 from tests.helpers.prep_reading import PACK, archive, records, write_all, write_table
@@ -241,6 +241,19 @@ def test_shards_of_another_build_are_not_kept_for_their_size(account, mixed, pro
     assert f"holds a build with other options or code ({reason})" in error_of(build(mixed, url, code=2, **options))
     build(mixed, url, overwrite=True, **options)
     assert storage.read(f"{url}/shard-000000.tar") == shard and list(verify(url)) == []
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "damaged.jsonl", "none.jsonl"])
+def test_passwords_and_queries_are_nowhere(name, mixed, options, tmp_path) -> None:
+    (tmp_path / "web").mkdir()
+    shutil.copy(mixed / "a.jsonl", tmp_path / "web")
+    (tmp_path / "web" / "damaged.jsonl").write_text('{"text": "no end"\n' * 20)
+    with web_folder.serve(tmp_path / "web") as server:
+        url = f"{server.replace('//', '//me:secret@')}/{name}?signature=secret"
+        done = build(url, tmp_path / "data", code=0 if name == "a.jsonl" else 2, save_text=True, **options)
+        assert "secret" not in done.stdout + done.stderr
+    written = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+    assert not [path for path in written if b"secret" in path.read_bytes()]
 
 
 def test_a_dataset_of_the_hub_by_its_name(topics, options, tmp_path, monkeypatch) -> None:
