@@ -20,6 +20,7 @@ UNUSED = 86_400.0  # seconds after which an older copy of a URL's model is remov
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # OWNER/NAME
 # weight files of a Hugging Face model, preferred format first
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
 INDEX = ".index.json"  # suffix of the index of sharded weights
 # files of a repository with safetensors that a model is read from
 FILES = ("*.json", "vocab.txt", "merges.txt", "*.model", "model.safetensors", "model-*.safetensors")
@@ -88,7 +89,11 @@ def download_folder(url: str, weights: bool = True) -> Path:
             with atomic_folder(folder, "") as temporary:
                 for name, each in files.items():
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                    before = storage.stat(each.url)
                     storage.fetch(each.url, temporary / name)
+                    # a run's checkpoints have checksums
+                    if Path(name).suffix in WEIGHT_SUFFIXES and storage.stat(each.url) != before:
+                        raise ValueError(f"{each.url}: changed while it was copied; wait until it is complete")
         os.utime(folder)
         for older in of_url.iterdir():
             if older != folder and older.stat().st_mtime < time.time() - UNUSED:  # others may still read it
@@ -119,16 +124,18 @@ def download(name: str) -> Path:
         if not weights_in(folder, WEIGHT_FILES[:1]):
             folder = Path(snapshot_download(name, allow_patterns=[*FILES, WEIGHT_FILES[1], "pytorch_model-*.bin"]))
         return folder
-    except errors.LocalEntryNotFoundError:
-        raise Failed(f"{missing} cannot be reached to look for a model of that name") from None
+    except errors.LocalEntryNotFoundError as error:
+        why = f" ({storage.first_line(error.__cause__)})" if error.__cause__ else ""
+        raise Failed(f"{missing} cannot be reached to look for a model of that name{why}") from None
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code not in (401, 403, 404):
             raise Failed(f"{missing} answers with {error.response.status_code}") from None
         reason = "has no public model of that name"
         if isinstance(error, errors.GatedRepoError):
-            reason = "restricts access to it: request access on its page, then `hf auth login`"
+            raise ValueError(f"{name}: no such folder, and {storage.GATED}") from None
         raise ValueError(f"{missing} {reason}") from None
     except Exception as error:
-        if not storage.is_client_error(error):
+        # the library raises a bare OSError for a file that lacks bytes
+        if not (storage.is_client_error(error) or (isinstance(error, OSError) and error.errno is None)):
             raise
-        raise Failed(f"{missing} cannot be reached ({type(error).__name__}: {error})") from None
+        raise Failed(f"{missing} cannot be reached ({type(error).__name__}: {storage.first_line(error)})") from None

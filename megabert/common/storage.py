@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import logging
 import os
 import posixpath
 import re
@@ -37,6 +38,10 @@ CLIENTS = (
     *("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub"),
     "json",  # an answer that is not JSON
 )
+# S3's codes of credentials that have expired or are of another region, beside those that s3fs turns into PermissionError; "400" is that
+# of a HEAD, whose answer has no reason
+DENIED = ("400", "AuthorizationHeaderMalformed", "InvalidToken", "TokenRefreshRequired")
+GATED = "the hub restricts access to it: request access on its page, then `hf auth login`"
 NOT_RETRIED = (400, 402, 410, 413, 422)  # HTTP status codes of a wrong request, which is not retried
 # fields of fsspec's description of a file that name its version, the surest first
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "last_commit", "mtime")
@@ -52,6 +57,7 @@ PROXIES: dict[str, dict[str, Any]] = {
     "gs": {"session_kwargs": {"trust_env": True}},
     "gcs": {"session_kwargs": {"trust_env": True}},
 }
+logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # else it prints the traceback of each failure
 
 
 class AccessDenied(Failed):
@@ -300,6 +306,11 @@ def is_client_error(error: Exception) -> bool:
     return type(error).__module__.partition(".")[0] in CLIENTS
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
     """The answer of a store to a request that only reads or `writes`, with retries after transient failures."""
     server, shown = (url.split("/", 3)[2], writes) if is_url(url) else None, public(url)
@@ -313,30 +324,34 @@ def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
         except (FileExistsError, Failed):
             raise
         except Exception as error:
+            # the hub's library calls restricted repositories missing, or refuses their files alone
+            if "GatedRepoError" in (type(error).__name__, type(error.__cause__).__name__):
+                raise ValueError(f"{shown}: {GATED}") from None
             # fsspec turns every HTTP failure into FileNotFoundError; look at its cause
             cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
             if isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp"):
                 error = cause  # type: ignore[assignment]
             answer_of_s3 = getattr(error.__cause__, "response", None)
-            if isinstance(answer_of_s3, dict) and answer_of_s3.get("Error", {}).get("Code") in (
-                "PreconditionFailed",
-                "412",
-            ):
+            described = answer_of_s3.get("Error", {}) if isinstance(answer_of_s3, dict) else {}
+            code, why = described.get("Code"), described.get("Message")
+            if code in ("PreconditionFailed", "412"):
                 raise FileExistsError(errno.EEXIST, "already exists", shown) from None  # s3fs says so of AWS alone
             # of the hub's library, of aiohttp
             status = getattr(getattr(error, "response", None), "status_code", getattr(error, "status", None))
             if status == 404 or isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, "no such object", shown) from None
-            if isinstance(error, PermissionError) or status in (401, 403):
-                text = f"{shown}: access denied; check the credentials and their permissions"
+            if isinstance(error, PermissionError) or status in (401, 403) or code in DENIED:
+                text = f"{shown}: access denied; check the credentials and their permissions" + (
+                    f" ({why:.200})" if why else ""
+                )
                 raise (AccessDenied(text) if server in _answered else ValueError(text)) from None
             if not (isinstance(error, OSError) or is_client_error(error)):
                 raise
             # the first line only, since later ones may contain the request; without query strings, which may hold
             # signatures
-            invalid = type(error).__name__ == "ParamValidationError"  # botocore's, of a name
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            first = " ".join(lines) if invalid else lines[0]
+            # botocore's, of a name, and that of HF_HUB_OFFLINE
+            invalid = type(error).__name__ in ("ParamValidationError", "OfflineModeIsEnabled")
+            first = " ".join(str(error).splitlines()) if invalid else first_line(error)
             reason = re.sub(r"\?\S+", "?…", getattr(error, "server_message", None) or first).replace("\n", " ")
             reason = PASSWORD.sub("", reason)
             # aiohttp gives a damaged answer the status 400

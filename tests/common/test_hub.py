@@ -10,7 +10,8 @@ import pytest
 from megabert.common import storage
 from megabert.common.errors import Failed, exit_code
 from megabert.common.hub import download_folder, model_folder
-from tests.helpers.object_store import Proxy
+from tests.helpers.hub import PUBLIC, _HubRequests
+from tests.helpers.object_store import PASS, Proxy
 
 pytest.importorskip("s3fs")
 
@@ -43,6 +44,28 @@ def test_an_overloaded_hub_is_a_failure(status, code, said, monkeypatch) -> None
     assert exit_code(caught.value) == code
 
 
+@pytest.mark.parametrize("of", ["/api/", "resolve"])
+def test_a_restricted_dataset_is_a_mistake(of, model_hub, monkeypatch) -> None:
+    """The hub lists some restricted datasets, and refuses their files."""
+    model_hub.add("datasets/a/texts", PUBLIC, {"x.txt": b"text"})
+    monkeypatch.setattr(_HubRequests, "refused", lambda asked, path: of in path and not asked.missing("GatedRepo", 403))
+    with pytest.raises(ValueError, match=r"^hf://datasets/a/texts/x\.txt: the hub restricts access"):
+        storage.read("hf://datasets/a/texts/x.txt")
+
+
+def test_a_model_that_lacks_bytes_is_class_4(model_hub, monkeypatch) -> None:
+    model_hub.add("models/a/b", PUBLIC, {"model.safetensors": b"weights"})
+    whole = _HubRequests.answer
+
+    def cut(asked, body, headers=None, status=200) -> None:
+        body = body[:3] if "resolve" in asked.path and asked.command == "GET" else body
+        whole(asked, body, headers, status)
+
+    monkeypatch.setattr(_HubRequests, "answer", cut)
+    with pytest.raises(Failed, match=r"^a/b: .* cannot be reached \(OSError: Consistency check failed: [^\n]*$"):
+        model_folder("a/b")
+
+
 def test_processes_that_start_together_share_a_copy(proxy: Proxy) -> None:
     url, names = "s3://shelf/model", ["config.json", "model.safetensors"]
     for name in names:
@@ -52,3 +75,26 @@ def test_processes_that_start_together_share_a_copy(proxy: Proxy) -> None:
         (folder,) = {*threads.map(lambda _: download_folder(url), range(4))}
     assert sorted(path.name for path in folder.iterdir()) == names and list(folder.parent.iterdir()) == [folder]
     assert [(folder / name).read_text() for name in names] == names
+
+
+def test_weights_that_change_while_they_are_copied_are_refused(proxy: Proxy, monkeypatch) -> None:
+    url = "s3://shelf/changing/model.safetensors"
+    monkeypatch.setattr(storage, "CHUNK_BYTES", 2)
+
+    def change(method: str, path: str, number: int) -> str:
+        if method == "GET" and path.endswith("model.safetensors"):
+            proxy.fault = lambda *_: PASS
+            storage.write(url, b"new!")
+        return PASS
+
+    storage.write(url, b"old.")
+    proxy.fault = change
+    with pytest.raises(ValueError, match=f"^{url}: changed while it was copied"):
+        download_folder("s3://shelf/changing")
+    assert (download_folder("s3://shelf/changing") / "model.safetensors").read_bytes() == b"new!"
+
+
+def test_offline_mode_is_refused_at_once(model_hub, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^hf://datasets/a/texts/x\.txt: refused .*offline mode is enabled"):
+        storage.read("hf://datasets/a/texts/x.txt")

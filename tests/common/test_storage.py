@@ -17,7 +17,7 @@ import pytest
 from megabert.common import errors, logs, storage
 from megabert.common.errors import Failed
 from tests.helpers import web_folder
-from tests.helpers.object_store import BARE, DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE, Proxy
+from tests.helpers.object_store import BARE, DROP, EXPIRED, KEYS, PASS, TRUNCATE, UNAVAILABLE, Proxy
 
 pytest.importorskip("s3fs")
 DATA = bytes(range(256)) * 8_000
@@ -236,6 +236,16 @@ def test_an_answer_that_is_not_http_is_class_4(monkeypatch: pytest.MonkeyPatch) 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(Failed, match="Bad status line"):
             storage.stat(f"http://127.0.0.1:{server.getsockname()[1]}/a.bin")
+
+
+def test_an_expired_token_is_a_refused_access(proxy: Proxy) -> None:
+    """S3 answers a HEAD with 400, without a reason."""
+    storage.write("s3://shelf/expired", DATA)
+    storage.stat("s3://shelf/expired")
+    proxy.fault = lambda method, path, number: EXPIRED
+    with pytest.raises(storage.AccessDenied, match="access denied; check the credentials"):
+        storage.stat("s3://shelf/expired")
+    assert proxy.failed[EXPIRED] <= 2  # s3fs then looks for a folder
 
 
 def test_a_name_that_no_store_has_is_a_mistake(proxy: Proxy) -> None:

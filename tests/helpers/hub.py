@@ -256,8 +256,8 @@ class _HubRequests(BaseHTTPRequestHandler):
     def say(self, value: Any, status: int = 200) -> None:
         self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"}, status)
 
-    def missing(self, code: str) -> None:
-        self.answer(b"{}", {"X-Error-Code": code}, 404)
+    def missing(self, code: str, status: int = 404) -> None:
+        self.answer(b"{}", {"X-Error-Code": code}, status)
 
 
 def _commit_id(repository: str, number: int) -> str:

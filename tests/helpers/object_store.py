@@ -26,7 +26,7 @@ KEYS = {
     "AWS_MAX_ATTEMPTS": "1",
 }
 # what the proxy does with a request
-PASS, DROP, UNAVAILABLE, DENY, TRUNCATE, STALE = "pass", "drop", "503", "403", "truncate", "stale"
+PASS, DROP, UNAVAILABLE, DENY, EXPIRED, TRUNCATE, STALE = "pass", "drop", "503", "403", "400", "truncate", "stale"
 BARE = "bare"  # errors without the field Condition, which AWS alone sends
 # headers of a connection, not of an answer
 HOP = ("transfer-encoding", "content-length", "connection")
@@ -109,7 +109,7 @@ class Proxy:
             request.connection.shutdown(socket.SHUT_RDWR)
             request.close_connection = True
             return
-        if what in (UNAVAILABLE, DENY):
+        if what in (UNAVAILABLE, DENY, EXPIRED):
             request.send_response(int(what))
             request.send_header("Content-Length", "0")
             request.end_headers()
