@@ -50,7 +50,7 @@ def convert(
         )
     refuse_existing(run, CONFIG)
     from megabert.data.shards import MANIFEST, Dataset
-    from megabert.hf import read, vocabulary
+    from megabert.hf import mapping, read, vocabulary
 
     if not vocab or is_model_folder(folder):
         foreign = read.read(folder, tokenizer, (read.NSP_HEAD,) if nsp else (), drop)
@@ -73,6 +73,9 @@ def convert(
             f"of {len(sources):,} tokens {those}{kinds[1]:,} have the vectors of one token of {source}, {kinds[2]:,} the mean of "
             f"several, and {kinds[0]:,}, which its vocabulary cannot express, are drawn"
         )
+    elif foreign.config.model.first_position:  # RoBERTa's follows the padding's id, or no export would be possible
+        causal = foreign.config.data.masking.causal
+        mapping.to_huggingface_config(foreign.config.model, causal, foreign.tokenizer.special_ids)
     read.write_run(foreign, run, {TOML: toml(foreign.config, run.resolve()).encode()})
     return foreign
 

@@ -127,6 +127,7 @@ def _read_modern(tree: Tree, where: str) -> dict[str, Any]:
     if len(types) != layers or full != list(range(0, layers, every)):
         raise ValueError(f"{where}: layer_types: only layers 0, n, 2n, ... with full_attention are supported")
     window = read_value(tree, "local_attention", where, 128, int)
+    refuse_others(tree, where, {"sliding_window": (window // 2, window // 2)})  # it would replace local_attention
     local = {"window": window // 2 * 2, "global_every": every} if every > 1 else {}
     if local and not local["window"]:
         raise ValueError(f"{where}: local_attention={window} is not supported, only 2 and more")
@@ -142,7 +143,6 @@ def _write_modern(cfg: ModelConfig) -> dict[str, Any]:
     full, sliding = ({"rope_type": "default", "rope_theta": theta} for theta in (cfg.rope_theta, cfg.local_rope_theta))
     return dict.fromkeys(MODERN_BIASES, cfg.bias) | {
         "decoder_bias": cfg.decoder_bias,
-        "mlp_dropout": 0.0,
         "local_attention": cfg.window or 128,
         "layer_types": ["sliding_attention" if here else "full_attention" for here in local],
         "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
@@ -325,7 +325,7 @@ MODERN = Family(
         "attention_dropout": ("attention_dropout", 0.0),
         "layer_norm_eps": ("norm_eps", 1e-5),
     },
-    fixed={"classifier_activation": ("gelu", "gelu"), "hidden_activation": ("gelu", "gelu")},
+    fixed={"classifier_activation": ("gelu", "gelu"), "hidden_activation": ("gelu", "gelu"), "mlp_dropout": (0.0, 0.0)},
     ids=IDS | {"cls_token_id": "cls", "sep_token_id": "sep"},
     read=_read_modern,
     write=_write_modern,
@@ -539,7 +539,9 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
             "in its language, or train a model with its tokenizer: megabert prep build --tokenizer FOLDER/tokenizer.json"
         )
     family = FAMILIES[kind]
-    refuse_others(tree, where, family.fixed)
+    # the first makes a decoder of any class, the second only of these
+    one_way = ("is_causal",) if family.causal else ("is_causal", "is_decoder")
+    refuse_others(tree, where, family.fixed | dict.fromkeys(one_way, (False, False)))
     for name in ("pruned_heads", "quantization_config"):
         if tree.get(name):
             raise ValueError(f"{where}: {name} is not supported; save the model without it")

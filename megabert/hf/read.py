@@ -290,7 +290,9 @@ def read_weights(folder: Path, model: ModelConfig, renamed: Mapping[str, str]) -
                 raise ValueError(f"{part}: {name} is not a floating-point tensor; save the model unquantised")
             tensor = tensor.detach().float()
             checkpoint.refuse_non_finite({name: tensor}, part)
-            tensors[present_name(name, mapping.find_family(model).encoder, renamed)] = tensor
+            present = present_name(name, mapping.find_family(model).encoder, renamed)
+            if not tensors.setdefault(present, tensor).equal(tensor):
+                raise ValueError(f"{part}: {name} is there twice, with other values; remove one of the two")
     return path, tensors
 
 
@@ -349,6 +351,8 @@ def complete(
     family = mapping.find_family(model)
     embedding, decoder = family.embeddings["embeddings.word.weight"], family.decoder
     bias, original = left.pop(family.bias_copy, None), family.head.get("embeddings.word.bias", "")
+    if bias is not None and not model.tied:
+        left[original] = bias  # the one that an untied decoder adds
     if bias is not None and not left.setdefault(original, bias).equal(bias):
         raise ValueError(f"{where}: {family.bias_copy} is not {original}, as in a tied model")
     if model.tied and embedding in left and not left.pop(decoder, left[embedding]).equal(left[embedding]):

@@ -24,7 +24,7 @@ class Relative:
 
     names: dict[str, str]
     # Tensors that it lacks, from those under the family's names.
-    zeros: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    zeros: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = lambda tensors: {}
     fields: dict[str, str] = field(default_factory=dict)
     # Fields that must have a value, and their value where they are missing.
     fixed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -75,13 +75,14 @@ RELATIVES = {
             "hidden_dim": "intermediate_size", "activation": "hidden_act", "dropout": "hidden_dropout_prob",
             "attention_dropout": "attention_probs_dropout_prob",
         },
+        # fields that its class does not read
+        read=lambda tree, where: {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "is_decoder": False},
     ),
     "electra": Relative(
         {
             "electra.": "", "generator_predictions.": f"{TRANSFORM}.",
             "generator_lm_head.weight": BERT.decoder, "generator_lm_head.bias": BERT.head["embeddings.word.bias"],
         },
-        _zero_segments,
         # 128 is the class's own default
         read=lambda tree, where: {"embedding_size": read_value(tree, "embedding_size", where, 128, int)},
     ),

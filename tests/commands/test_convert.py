@@ -227,7 +227,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "quantised": (lambda f: rewrite(f, lambda s: s | {QUERY: s[QUERY].to(torch.int8)}), "is not a floating-point tensor"),
     "decoder not tied": (lambda f: rewrite(f, lambda s: s | {DECODER: s[WORDS] + 1}), "is not the word embedding"),
     "tokenizer of another size": (lambda f: edit(f / "vocab.txt", "the\n", "the\nmore\n"), "vocab_size="),
-    "too many layers": (lambda f: edit(f / "config.json", '_layers": 2', '_layers": 2000000000'), "too few tensors"),
+    "a tensor twice": (lambda f: rewrite(f, lambda s: s | {QUERY[5:]: s[QUERY] + 1}), "query.weight is there twice, with other"),
+    "too many layers": (lambda f: edit(f / "config.json", '_layers": 2', '_layers": 9999'), "too few tensors"),
 }  # fmt: skip
 
 

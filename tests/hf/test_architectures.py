@@ -184,6 +184,10 @@ def test_convert_and_export_give_the_same_model(name: str, tmp_path: Path) -> No
     text = torch.randint(10, tokens, (2, 60))
     assert type(back) is type(peer) and back(text).logits.equal(peer(text).logits)
     assert back.config.to_dict().get("layer_types") == peer.config.to_dict().get("layer_types")
+    if "oberta" in name or "camem" in name:  # their positions follow the padding's id
+        (folder / "config.json").write_text(json.dumps(tree | {"pad_token_id": 1}))
+        with pytest.raises(ValueError, match=r"model\.first_position=2: in .* it follows the padding's id, 0"):
+            convert.convert(folder, tmp_path / "next")
 
 
 def settings(name: str) -> tuple[dict[str, Any], Config]:

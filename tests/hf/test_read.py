@@ -178,6 +178,28 @@ def test_a_relative_has_transformers_own_numbers(kind: str, tmp_path: Path) -> N
     assert type(back).__name__ == "BertForMaskedLM" and (back(ids).logits[0] - want).abs().max() <= 1e-5
 
 
+@torch.no_grad()
+def test_what_transformers_does_not_read_changes_nothing(tmp_path: Path) -> None:
+    """DistilBERT's fields of BERT, and of an untied decoder the bias that it shares with none."""
+    peer = made(tmp_path / "distil", "DistilBertForMaskedLM")
+    tree = json.loads((tmp_path / "distil/config.json").read_text())
+    tree |= {"layer_norm_eps": 0.1, "type_vocab_size": 1, "is_decoder": True}
+    (tmp_path / "distil/config.json").write_text(json.dumps(tree))
+    assert not compare(tmp_path / "distil", peer).config.data.masking.causal
+    peer = make(tmp_path / "untied", "BertForMaskedLM", tie_word_embeddings=False)
+    found, ids = pretrained.load(tmp_path / "untied"), torch.arange(10, 40)[None]
+    model, want = found.model(CPU), peer(ids).logits[0]
+    assert not peer.cls.predictions.decoder.bias.equal(peer.cls.predictions.bias)
+    assert (model.mlm_logits(model.encode(**unpacked_inputs(ids))[0]) - want).abs().max() <= 1e-5
+
+
+def test_electras_token_types_are_asked_for(tmp_path: Path) -> None:
+    made(tmp_path / "hf", "ElectraForMaskedLM")
+    rewrite(tmp_path / "hf", lambda state: {name: t for name, t in state.items() if "token_type" not in name})
+    with pytest.raises(ValueError, match=r"no tensor named bert\.embeddings\.token_type_embeddings\.weight"):
+        pretrained.load(tmp_path / "hf")
+
+
 def test_embeddings_narrower_than_the_layers_are_refused(tmp_path: Path) -> None:
     make(tmp_path / "hf", "ElectraForMaskedLM", embedding_size=16)
     with pytest.raises(ValueError, match=r"embedding_size=16 differs from hidden_size=32, .* \(embeddings_project\)"):
