@@ -52,16 +52,22 @@ CHARACTERS = (*PRINTABLE, *sorted({*range(256)} - {*PRINTABLE}))
 BYTE_OF = {chr(b if b in PRINTABLE else 256 + i - len(PRINTABLE)): b for i, b in enumerate(CHARACTERS)}
 
 
-def names_beside(path: Path) -> dict[str, str]:
-    """Special tokens by role (pad, cls, …), from the files beside a tokenizer.json."""
+def names_beside(path: Path, instead: Mapping[str, str] = INSTEAD) -> dict[str, str]:
+    """Special tokens by role (pad, cls, …), from the files beside a tokenizer's; `instead`: other names of roles there."""
     names: dict[str, str] = {}
     for tree in (_beside(path, SPECIAL_MAP), _beside(path, CONFIG)):
         for role in SPECIAL_IDS:
-            value = tree.get(f"{role}_token") or tree.get(f"{INSTEAD.get(role)}_token")
+            value = tree.get(f"{role}_token") or tree.get(f"{instead.get(role)}_token")
             value = value.get("content") if isinstance(value, dict) else value
             if isinstance(value, str):
                 names[role] = value
     return names
+
+
+def renamed_beside(path: Path) -> dict[str, str]:
+    """`names_beside` a WordPiece vocabulary that are not BERT's; {} where all are."""
+    named = names_beside(path, {})
+    return named if set(named.values()) - set(SPECIAL_TOKENS) else {}
 
 
 def added_tokens_beside(path: Path, roles: bool = False) -> list[dict[str, Any]]:
@@ -147,12 +153,12 @@ def with_added(tokenizer: Tokenizer) -> Tokenizer:
     Raises ValueError naming those that a SentencePiece model without a tokenizer.json beside it cannot have.
     """
     path = tokenizer.path
-    known = set(SPECIAL_TOKENS)
+    known, named = set(SPECIAL_TOKENS), renamed_beside(path)
     if not isinstance(tokenizer, base.WordPiece):
-        known = {tokenizer.processor.id_to_piece(i) for i in range(tokenizer.vocab_size)}
+        named, known = {}, {tokenizer.processor.id_to_piece(i) for i in range(tokenizer.vocab_size)}
     added = [entry for entry in added_tokens_beside(path) if entry["content"] not in known]
     whole = path.with_name(JSON)
-    if not added or whole == path:
+    if not (added or named) or whole == path:
         return tokenizer
     if whole.is_file():
         return load(whole, whole.read_bytes())
@@ -162,7 +168,7 @@ def with_added(tokenizer: Tokenizer) -> Tokenizer:
             f"{path}: the files beside it add {shown}{', …' * (len(added) > 4)} to its tokens, which needs a tokenizer.json: save the "
             "tokenizer with transformers' save_pretrained"
         )
-    return FastTokenizer(path, tokenizer.as_json(), {}, added, tokenizer.doubt())
+    return FastTokenizer(path, tokenizer.as_json(), named, added, tokenizer.doubt())
 
 
 def _of_merges(path: Path, merges: Path) -> bytes:
@@ -224,6 +230,12 @@ class FastTokenizer(Tokenizer):
         # the name of a special token in a text is ordinary text
         self.processor.encode_special_tokens = self._uncut.encode_special_tokens = True
         vocabulary = self.processor.get_vocab(with_added_tokens=True)
+        by_id = {i: token for token, i in vocabulary.items()}
+        for token, i in vocabulary.items():
+            if by_id[i] != token:
+                raise ValueError(f"{path}: its tokens {token!r:.40} and {by_id[i]!r:.40} both have the id {i}")
+        if dropout := self.tree["model"].get("dropout"):
+            raise ValueError(f"{path}: model.dropout={dropout} gives a text other tokens each time; set it to null")
         if missing := [role for role in SPECIAL_IDS if role not in self._named and role != "unk"]:
             role = missing[0]
             raise ValueError(
@@ -244,9 +256,7 @@ class FastTokenizer(Tokenizer):
         sha256 = hashlib.sha256(data)
         if self._named != self._usual:
             sha256.update(b"\0" + canonical(self._named))
-        self._raw = [""] * (max(vocabulary.values()) + 1)
-        for token, i in vocabulary.items():
-            self._raw[i] = token
+        self._raw = [by_id.get(i, "") for i in range(max(by_id) + 1)]
         shown, starts = self._shown(path, special)
         super().__init__(path, sha256.hexdigest(), shown, special, starts)
         self.data = data
@@ -316,7 +326,13 @@ class FastTokenizer(Tokenizer):
         added = [token for token in added if token.split()]
         # an added token may need the space before it where other words do not
         self.spaced = self.spaced or not all(self._is_local(["a", *token.split(), "a"]) for token in added)
-        self.crossing = [token for token in added if not self._is_local(["a", *token.split(), "a"])]
+        # one that takes the space behind it may take that of another added token alone
+        ends = {entry["lstrip"]: entry["content"] for entry in self.tree["added_tokens"] if entry["content"] in added}
+
+        def is_local(token: str) -> bool:
+            return all(self._is_local(["a", *token.split(), *end.split()]) for end in ("a", *ends.values()))
+
+        self.crossing = [token for token in added if not is_local(token)]
         crossing = any(t[1:].strip() and " " in t[1:].strip() for t in self.tokens)
         self.word_local = not (crossing or self.crossing) and self._is_local(words)
 

@@ -30,7 +30,7 @@ from megabert.common.run_files import CONFIG, TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig, replace
 from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
-from megabert.data.tokenizer_json import NORMALIZER, added_tokens_beside, bert_normalizer
+from megabert.data.tokenizer_json import NORMALIZER, added_tokens_beside, bert_normalizer, renamed_beside
 from megabert.hf import mapping, relatives
 from megabert.model import BertForPreTraining, meta_model, truncated_normal
 
@@ -429,7 +429,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     tree = read_json(path)
     model = tree.get("model")
     model = model if isinstance(model, dict) else {}
-    if model.get("type") != "WordPiece" or added_tokens_beside(path):
+    if model.get("type") != "WordPiece" or added_tokens_beside(path) or renamed_beside(path):
         return Tokenizer.load(path)
     tree["normalizer"] = bert_normalizer(tree, path)
     expected = {f"model.{name}": (model.get(name), want) for name, want in WORDPIECE.items()}

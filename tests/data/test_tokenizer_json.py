@@ -86,7 +86,12 @@ def test_files_of_another_kind_are_refused(tmp_path):
     tree = json.loads(fast_tokenizers.write(path).read_text())
     bare = tree | {"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}
     ended = tree | {"model": tree["model"] | {"end_of_word_suffix": "</w>"}}
+    tokens = tree["model"]["vocab"]
+    twice = tree | {"model": tree["model"] | {"vocab": tokens | {"the": 9, "sea": 9}}}
+    random = tree | {"model": tree["model"] | {"dropout": 0.5}}
     for content, message in (
+        (json.dumps(twice), "its tokens '.*' and '.*' both have the id 9"),
+        (json.dumps(random), r"model\.dropout=0\.5 gives a text other tokens each time"),
         ("{", "not valid JSON"),
         ('{"version": "1.0"}', r"not a tokenizer\.json of the tokenizers library"),
         (json.dumps(bare), "its tokens do not show where words begin"),

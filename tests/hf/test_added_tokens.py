@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -118,6 +119,19 @@ def test_special_tokens_of_a_config_are_found(tmp_path: Path) -> None:
     assert read_tokenizer(tmp_path).encode_batch([*TEXTS, "seas"]) == want
 
 
+@pytest.mark.parametrize("layout", ["vocab.txt", "tokenizer.json"])
+def test_a_vocabulary_has_the_special_tokens_named_beside(layout: str, tmp_path: Path) -> None:
+    """Also where BERT's own are among its tokens."""
+    path = wordpiece.write(tmp_path / "vocab.txt")
+    path.write_text(path.read_text(encoding="utf-8").replace("[unused1]", "</s>"), encoding="utf-8")
+    write_json(tmp_path / "tokenizer_config.json", {"do_lower_case": True, "sep_token": "</s>"})
+    if layout == "tokenizer.json":
+        transformers.BertTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+        path.unlink(missing_ok=True)
+    peer, found = transformers.BertTokenizer.from_pretrained(tmp_path), read_tokenizer(tmp_path)
+    assert found.sep_id == peer.sep_token_id == 1 and found("the fox")[0].tolist() == peer("the fox")["input_ids"]
+
+
 @pytest.mark.parametrize("named", [True, False], ids=["class", "model_type"])
 def test_the_casing_beside_a_tokenizer_json_wins(named: bool, tmp_path: Path) -> None:
     folder, _ = folder_with(tmp_path, "tokenizer.json")
@@ -142,6 +156,12 @@ def test_added_tokens_that_cannot_be_had_are_named(tmp_path: Path) -> None:
     write_json(tmp_path / "words/added_tokens.json", {"new york": tokens})
     with pytest.raises(ValueError, match="tokens cross word boundaries or hold whitespace: added tokens 'new york'"):
         WordEncoder(read_tokenizer(tmp_path / "words"), np.dtype(np.uint16))
+    # alone it keeps to itself, before another it takes the space that belongs to that one
+    path = fast_tokenizers.write(tmp_path / "tokenizer.json", "unigram")
+    made = tokenizers.Tokenizer.from_file(str(path))
+    made.add_tokens([tokenizers.AddedToken("covid", rstrip=True)])
+    made.save(str(path))
+    assert read_tokenizer(tmp_path).crossing == ["covid"]
 
 
 def test_tokens_added_to_an_exported_run_are_read(tmp_path: Path) -> None:
