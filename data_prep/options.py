@@ -21,6 +21,7 @@ from megabert.common.environment import require_packages
 from megabert.common.files import hash_file
 
 BLOCK_ROWS = 256
+LEAST_VOCABULARY = 16
 DEDUP = ("documents", "near", "paragraphs")
 # groups of options; those of the second matter only for training a tokenizer
 ROWS, TOKENIZER, READING = "rows", "tokenizer", "reading"
@@ -48,7 +49,9 @@ class BuildOptions:
     rows_per_shard: int = _option(65_536, ROWS, "rows of each shard but the last", BLOCK_ROWS, 1 << 24)
     seed: int = _option(0, ROWS, "seed of shuffling, pairs and held-out documents", 0, 2**32 - 1)
 
-    vocab_size: int = _option(30_000, TOKENIZER, "vocabulary size of the tokenizer to train", 16, 1_000_000)
+    vocab_size: int = _option(
+        30_000, TOKENIZER, "vocabulary size of the tokenizer to train", LEAST_VOCABULARY, 1_000_000
+    )
     model_type: str = _option(
         "unigram", TOKENIZER, "kind of the tokenizer to train; wordpiece makes a vocab.txt", choices=("unigram", "bpe", "wordpiece")
     )  # fmt: skip
@@ -60,7 +63,7 @@ class BuildOptions:
         "any", TOKENIZER, "language whose rules --lowercase follows: Turkish or Azerbaijani, where I has a form with and one without a dot", choices=("any", "tr", "az")
     )  # fmt: skip
     character_coverage: float = _option(
-        0.9995, TOKENIZER, "share of the sample's characters that get a token; 1 for small alphabets", 0.9, 1, metavar="SHARE"
+        0.9995, TOKENIZER, "share of the sample's characters that get a token; 1 for small alphabets", 0.98, 1, metavar="SHARE"
     )  # fmt: skip
     sample_megabytes: int = _option(20, TOKENIZER, "text for training the tokenizer", 1, 200)
 

@@ -31,7 +31,7 @@ from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText
 from data_prep.filters import rules
 from data_prep.filters.measures import WordFacts
-from data_prep.options import BuildOptions
+from data_prep.options import LEAST_VOCABULARY, BuildOptions
 from data_prep.readers.tasks import unpacked_bytes
 from data_prep.stages.read import CleanDocument, clean_documents
 from data_prep.text import sentences
@@ -277,9 +277,13 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             raise _too_few(options, int(least.group(1))) from None
         largest = re.search(r"value <= (\d+)", text)
         if largest or "ocabulary size" in text or "vocab_size" in text:
-            hint = f" to at most {largest.group(1)}" if largest else ""
+            hint = (
+                f"lower it to at most {largest.group(1)}, or "
+                if largest and int(largest.group(1)) >= LEAST_VOCABULARY
+                else ""
+            )
             raise TooLittleText(
-                f"--vocab-size: {options.vocab_size} is too large for this corpus; lower it{hint}, or add more text"
+                f"--vocab-size: {options.vocab_size} is too large for this corpus; {hint}add more text"
             ) from None
         raise
     proto = _parse(model.getvalue())

@@ -74,3 +74,13 @@ def test_wordpiece_vocabulary_size_is_exact(tmp_path: Path) -> None:
     assert trained(syllables, tmp_path, vocab_size=605, **options).vocab_size == 605
     with pytest.raises(BadInput, match=r"200 is too small: the corpus' characters alone need 30\d"):
         trained(syllables, tmp_path, vocab_size=200, **options)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "wordpiece"])
+def test_the_least_coverage_trains_and_less_is_refused(kind: str, topics: list[str], tmp_path: Path) -> None:
+    assert trained(topics, tmp_path, vocab_size=300, model_type=kind, character_coverage=0.98).vocab_size == 300
+    with pytest.raises(BadInput, match=r"--character-coverage: must lie in 0\.98\.\.1, is 0\.97"):
+        BuildOptions(model_type=kind, character_coverage=0.97).check()
+    # 8 tokens, which --vocab-size does not take
+    with pytest.raises(BadInput, match="100 is too large for this corpus; add more text"):
+        trained(["a"], tmp_path, vocab_size=100, model_type=kind)
