@@ -118,8 +118,10 @@ def load(path: Path, data: bytes) -> FastTokenizer:
     tree, merges = _object(data, path), path.with_name(MERGES)
     if "model" not in tree and merges.is_file():
         data = _of_merges(path, merges)
-    elif (normalizer := bert_normalizer(tree, path)) != tree.get("normalizer"):
-        data = json.dumps(tree | {"normalizer": normalizer}, ensure_ascii=False).encode()
+    else:
+        parts = {"normalizer": bert_normalizer(tree, path), "pre_tokenizer": _byte_level(tree, path)}
+        if any(tree.get(name) != part for name, part in parts.items()):
+            data = json.dumps(tree | parts, ensure_ascii=False).encode()
     return FastTokenizer(path, data, names_beside(path), added_tokens_beside(path, roles=True))
 
 
@@ -136,6 +138,18 @@ def bert_normalizer(tree: Mapping[str, Any], path: Path) -> Any:
     base.read_casing(path.with_name(CONFIG))
     fields = {name: config[field] for name, field in BERT_FIELDS.items() if field in config}
     return normalizer | {"strip_accents": None} | fields
+
+
+def _byte_level(tree: Mapping[str, Any], path: Path) -> Any:
+    """The pre-tokenizer of a tokenizer.json `tree`; that of RoBERTa has `add_prefix_space` of the tokenizer_config.json beside it,
+    under the conditions of `bert_normalizer`."""
+    before, config = tree.get("pre_tokenizer"), _beside(path, CONFIG)
+    implied = "RobertaTokenizer" if _beside(path, MODEL_CONFIG).get("model_type") == "roberta" else ""
+    named = str(config.get("tokenizer_class") or implied).removesuffix("Fast") in ("RobertaTokenizer", "GPT2Tokenizer")
+    space = config.get("add_prefix_space")
+    if not named or not isinstance(space, bool) or not isinstance(before, dict) or before.get("type") != "ByteLevel":
+        return before
+    return before | {"add_prefix_space": space}
 
 
 def casing_beside(path: Path) -> dict[str, bool | None]:

@@ -142,6 +142,18 @@ def test_the_casing_beside_a_tokenizer_json_wins(named: bool, tmp_path: Path) ->
     assert ids(peer) == read_tokenizer(folder).encode_batch(TEXTS) and peer.unk_token_id in ids(peer)[1]
 
 
+@pytest.mark.parametrize("space", [True, False])
+def test_the_prefix_space_beside_a_tokenizer_json_wins(space: bool, tmp_path: Path) -> None:
+    fast_tokenizers.write(tmp_path / "tokenizer.json", "bytes" if space else "bytes-prefix")
+    for named in ({"tokenizer_class": "RobertaTokenizer"}, {}):  # the model's type implies it
+        write_json(tmp_path / "tokenizer_config.json", named | {"add_prefix_space": space})
+        write_json(tmp_path / "config.json", {"model_type": "roberta"})
+        peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert read_tokenizer(tmp_path).encode_batch(TEXTS) == ids(peer)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert read_tokenizer(tmp_path).encode_batch(TEXTS) != ids(peer)
+
+
 def test_added_tokens_that_cannot_be_had_are_named(tmp_path: Path) -> None:
     tokens = runs.tokenizer(tmp_path / "words", "uncased").vocab_size
     runs.tokenizer(tmp_path / "sp", "unigram")
