@@ -118,6 +118,8 @@ def _read_modern(tree: Tree, where: str) -> dict[str, Any]:
         if value != biases["attention_bias"]:
             raise ValueError(f"{where}: {name}={value} is not supported beside attention_bias={not value}")
     layers = read_value(tree, "num_hidden_layers", where, None, int)
+    if layers > 10_000:
+        return {}  # refused as model.layers, before there is a list of them
     every = max(1, read_value(tree, "global_attn_every_n_layers", where, 3, int))
     given = read_value(tree, "layer_types", where, None, (list, NoneType))
     types = given or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
@@ -531,7 +533,7 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
     """
     # the first releases lack it
     kind = tree.get("model_type", "bert")
-    if kind not in FAMILIES:
+    if str(kind) not in FAMILIES:
         near = NEAREST.get(str(kind)) or difflib.get_close_matches(str(kind), FAMILIES, 1, 0)[0]
         supported = ", ".join([*FAMILIES, "distilbert", "electra"])
         raise ValueError(

@@ -7,6 +7,7 @@ is refused by name.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import pickle
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -286,7 +286,8 @@ def read_weights(folder: Path, model: ModelConfig, renamed: Mapping[str, str]) -
         for name, tensor in loaded.items():
             if name.endswith(mapping.BUFFERS):
                 continue  # buffers that count up, saved by old versions
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+            if not dense or not tensor.is_floating_point():
                 raise ValueError(f"{part}: {name} is not a floating-point tensor; save the model unquantised")
             tensor = tensor.detach().float()
             checkpoint.refuse_non_finite({name: tensor}, part)
@@ -322,7 +323,9 @@ def _load(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: holds more than tensors, and a pickle can hold code: nothing of it was run ({reason.strip():.120})"
         ) from None
-    except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # a damaged pickle raises errors of any kind, a seek before its start EINVAL
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno != errno.EINVAL):
+            raise
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{path}: cannot be read as weights ({first:.120})") from None
     if not isinstance(tensors, dict) or not all(isinstance(k, str) for k in tensors):

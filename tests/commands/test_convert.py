@@ -198,6 +198,13 @@ def rewrite(folder: Path, change: Any) -> None:
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
+def pickled(folder: Path, change: Any) -> Path:
+    file, path = folder / "model.safetensors", folder / "pytorch_model.bin"
+    torch.save(change(load_file(file)), path)
+    file.unlink()
+    return path
+
+
 def index(folder: Path, files: dict[str, str]) -> None:
     """In the place of the weights an index of several files."""
     (folder / "model.safetensors").unlink()
@@ -227,6 +234,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "quantised": (lambda f: rewrite(f, lambda s: s | {QUERY: s[QUERY].to(torch.int8)}), "is not a floating-point tensor"),
     "decoder not tied": (lambda f: rewrite(f, lambda s: s | {DECODER: s[WORDS] + 1}), "is not the word embedding"),
     "tokenizer of another size": (lambda f: edit(f / "vocab.txt", "the\n", "the\nmore\n"), "vocab_size="),
+    "a sparse tensor": (lambda f: pickled(f, lambda s: s | {QUERY: s[QUERY].to_sparse()}), "query.weight is not a floating-point tensor"),
+    "a short pickle": (lambda f: os.truncate(pickled(f, lambda s: s), 9_000), "pytorch_model.bin: cannot be read as weights"),
     "a tensor twice": (lambda f: rewrite(f, lambda s: s | {QUERY[5:]: s[QUERY] + 1}), "query.weight is there twice, with other"),
     "too many layers": (lambda f: edit(f / "config.json", '_layers": 2', '_layers": 9999'), "too few tensors"),
 }  # fmt: skip

@@ -86,6 +86,8 @@ def test_configs_of_the_first_releases_are_read() -> None:
     (SHAPE, {"model_type": "deberta-v2"}, "; the nearest is roberta"),
     (SHAPE, {"model_type": "distilbert"}, "; the nearest is bert"),
     (SHAPE, {"model_type": None}, "model_type=None"),
+    (SHAPE, {"model_type": ["bert"]}, "model_type=['bert'] is not supported"),
+    (MODERN, {"num_hidden_layers": 10**30}, "model.layers: Input should be less than or equal to 10000"),
     (SHAPE, {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' is not supported"),
     (SHAPE, {"hidden_act": "gelu_new"}, "hidden_act='gelu_new' is not supported, only 'gelu'"),
     (SHAPE, {"embedding_size": 16}, "embedding_size=16 differs from hidden_size=32"),
