@@ -21,7 +21,7 @@ from megabert.common.environment import require_packages
 from megabert.common.errors import describe
 from megabert.common.files import add_path_when_full, write_atomically
 from megabert.common.logs import log
-from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step
+from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step, read_tail
 from megabert.config import Config
 
 EVALUATED = re.compile(b'"(eval/|samples")')  # in the lines of an evaluation
@@ -67,11 +67,13 @@ class JsonLines(Sink):
         """Continue from `step`, also after lines were written."""
         self.close()
         self._file = None
-        if self._path.exists():
-            kept = [line for line in self._path.read_bytes().splitlines() if read_step(line) <= step]
-            if owed:
-                kept = [line for line in kept if read_step(line) < step or not EVALUATED.search(line)]
-            write_atomically(self._path, b"".join(line + b"\n" for line in kept))
+        begin, _, lines = read_tail(self._path, step)
+        kept = [line for line in lines if read_step(line) <= step and not (owed and EVALUATED.search(line))]
+        if kept != lines or (kept and not kept[-1].endswith(b"\n")):
+            with open(self._path, "r+b") as file:  # in place, which a full disk allows
+                file.seek(begin)
+                file.write(b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
+                file.truncate()
 
     def write(self, values: dict[str, Any]) -> None:
         self._file = self._file or open(self._path, "a")  # noqa: SIM115 - open as long as the run

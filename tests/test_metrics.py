@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from megabert import config as configuration
+from megabert.common import run_files
 from megabert.common.datasheets import datasheet_tflops
 from megabert.common.environment import host_name
 from megabert.common.logs import duration, log
-from megabert.common.run_files import SLOW_RANKS
+from megabert.common.run_files import SLOW_RANKS, read_step
 from megabert.config import Config, ModelConfig
 from megabert.distributed.ranks import World
 from megabert.engine import rank_times
@@ -278,6 +279,23 @@ def test_lines_past_the_resumed_step_are_cut(tmp_path: Path) -> None:
     sink.close()
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [10, 20, 21] and lines[-1]["x"] == "nan"
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 1 << 16])
+def test_only_the_end_of_a_log_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    path, read = tmp_path / "metrics.jsonl", []
+    lines = [b'{"step": %d, "x": %d}\n' % (step, 10**step) for step in (0, 3, 3, 3, 7, 8)]
+    path.write_bytes(b"".join(lines))
+    monkeypatch.setattr(run_files, "TAIL", size)
+    monkeypatch.setattr(run_files, "read_step", lambda line: [read.append(line), read_step(line)][1])
+    for step, kept in ((-1, 0), (0, 0), (1, 1), (3, 1), (4, 4), (8, 5), (9, 6)):
+        before = lines[kept - 1] if kept else b""
+        assert run_files.read_tail(path, step) == (sum(map(len, lines[:kept])), before, lines[kept:])
+    path.write_bytes(b"".join(b'{"step": %d}\n' % step for step in range(100_000)))
+    read.clear()
+    JsonLines(path, resume_step=99_990)
+    assert len(read) < 10_000
+    assert path.read_bytes().endswith(b'{"step": 99989}\n{"step": 99990}\n') and path.stat().st_size > 1_500_000
 
 
 def test_samples_have_a_file_once_there_are_any(tmp_path: Path) -> None:

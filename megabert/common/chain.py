@@ -15,8 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from megabert.common.files import compact, digest, write_atomically
-from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE, read_step
+from megabert.common.files import compact, digest, sync, write_atomically
+from megabert.common.run_files import METRICS, SAMPLES, STARTS, TROUBLE, append_line, read_step, read_tail
 
 FILE = "chain.jsonl"
 SEAL = "sha256"  # the field of an entry, as of a checkpoint's manifest, with the digest of its other fields
@@ -32,9 +32,10 @@ def append(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Append the entry of the checkpoint with this manifest, after removing entries of the same and later steps. `folder`: the run's
     `checkpoints`."""
     state = manifest["state"]
-    before = _until(folder, state["step"])
+    path = folder / FILE
+    begin, before, later = read_tail(path, state["step"])
     # a damaged entry, which `read` names, stops no save
-    last: dict[str, Any] = {SEAL: "", "logs": {}} | (json.loads(before[-1]) if before else {})
+    last: dict[str, Any] = {SEAL: "", "logs": {}} | (json.loads(before) if before else {})
     files = {name: file["sha256"] for name, file in manifest["files"].items() if name.startswith(WEIGHT_PREFIX)}
     entry = {name: state[name] for name in CIRCUMSTANCES if name in state} | {
         "step": state["step"],
@@ -43,22 +44,29 @@ def append(folder: Path, manifest: Mapping[str, Any]) -> None:
         "logs": {name: _logged(folder.parent / name, last["logs"].get(name, [0])[0], state["step"]) for name in LOGS},
         "previous": last[SEAL],
     }
-    line = compact(entry | {SEAL: digest(entry, SEAL, compact)}) + b"\n"
-    write_atomically(folder / FILE, b"".join([*before, line]))
+    line = compact(entry | {SEAL: digest(entry, SEAL, compact)})
+    if later:
+        write_atomically(path, path.read_bytes()[:begin] + line + b"\n")
+    else:
+        append_line(path, line.decode())
+        sync(path)
 
 
 def cut(folder: Path, step: int) -> None:
     """Remove the entries after `step`."""
-    lines = _until(folder, step + 1)
-    if lines != _lines(folder):
-        write_atomically(folder / FILE, b"".join(lines))
+    begin, _, later = read_tail(folder / FILE, step + 1)
+    if later:
+        os.truncate(folder / FILE, begin)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The entries in the `checkpoints` folder of a run. Raises ValueError naming the first that was changed or does not follow the
     previous one."""
     entries: list[dict[str, Any]] = []
-    for number, line in enumerate(_lines(folder), 1):
+    lines = (folder / FILE).read_bytes().splitlines(keepends=True) if (folder / FILE).exists() else []
+    if lines and not lines[-1].endswith(b"\n"):  # a save that was interrupted
+        lines.pop()
+    for number, line in enumerate(lines, 1):
         place, before = f"{folder / FILE}, line {number}", entries[-1] if entries else {SEAL: "", "step": -1}
         try:
             entry = json.loads(line)
@@ -91,16 +99,6 @@ def check_logs(run: Path, entries: list[dict[str, Any]]) -> int:
             raise ValueError(f"{run / name}: lines of step {step} or earlier were added")
         uncovered += len(rest)
     return uncovered
-
-
-def _lines(folder: Path) -> list[bytes]:
-    path = folder / FILE
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
-
-
-def _until(folder: Path, step: int) -> list[bytes]:
-    """The lines of the entries before `step`."""
-    return [line for line in _lines(folder) if read_step(line) < step]
 
 
 def _logged(path: Path, begin: int, step: int) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ SLOW_RANKS = "slow-ranks.json"  # the slow ranks at the newest log line; absent 
 BEST = "best"  # link to the checkpoint with the lowest held-out loss, of a run with `eval.patience`
 # a file of a checkpoint, relative to the run: the checkpoint's name and its own
 IN_CHECKPOINT = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
+TAIL = 1 << 16  # bytes of a log that are read first to find its last lines
 SINK_IDS = "sinks.json"  # the run's id at each tracker
 
 
@@ -61,6 +63,25 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 yield line
+
+
+def read_tail(path: Path, step: int) -> tuple[int, bytes, list[bytes]]:
+    """The byte offset at which the lines of `step` and later begin in a JSON-lines file, the line before it (b"" without one), and
+    these lines. Searched from the end, so that the time does not grow with the file. A file that does not exist is empty."""
+    if not path.exists():
+        return 0, b"", []
+    with open(path, "rb") as file:
+        start, size = file.seek(0, os.SEEK_END), TAIL
+        end = start
+        while start:
+            start, size = max(end - size, 0), 4 * size
+            file.seek(start)
+            lines = file.read(end - start).splitlines(keepends=True)
+            first = 1 if start else 0  # lines[0] may be the rest of a line
+            for at in range(len(lines) - 1, first - 1, -1):
+                if read_step(lines[at]) < step:
+                    return start + sum(map(len, lines[: at + 1])), lines[at], lines[at + 1 :]
+        return 0, b"", lines if end else []
 
 
 def append_line(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megabert.common.run_files import METRICS, json_lines
+from megabert.common.run_files import METRICS, read_step, read_tail
 from megabert.config import Config, flat
 from megabert.sinks import Sink, final, numbers
 
@@ -24,7 +24,8 @@ class TensorBoard(Sink):
     def __init__(self, folder: Path, config: Config, resume_step: int, project: str = "") -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        lines = [line for line in json_lines(folder / METRICS) if line["step"] == resume_step]
+        tail = read_tail(folder / METRICS, resume_step)[2]
+        lines = [json.loads(line) for line in tail if read_step(line) == resume_step]
         evaluated = any(name.startswith("eval/") for line in lines for name in line)
         # without its evaluation, which may be repeated, the step's points are written again
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=max(resume_step + evaluated, 0))
