@@ -310,9 +310,11 @@ def first_host(nodelist: str) -> str:
 def _world(env: dict[str, str], rank: int, local_rank: int, size: int, launcher: str) -> World:
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} must be in [0, {size}); check the rank and world-size variables of {launcher}")
-    if not 0 <= local_rank <= rank:
+    # it may exceed the rank: Open MPI counts the ranks of a machine core by core, its sockets in turn
+    if not 0 <= local_rank < (size if rank else 1):
+        where = f"in [0, {size})" if rank else "0"
         raise ValueError(
-            f"local rank {local_rank} of rank {rank} must be 0 to {rank}; check the local-rank variable of {launcher}"
+            f"local rank {local_rank} of rank {rank} must be {where}; check the local-rank variable of {launcher}"
         )
     master, job = None, ""
     if size > 1:

@@ -42,6 +42,8 @@ MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORL
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, (0, 0, 1, "single", None)),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (0, 0, 1, "single", None)),
         (MPI, (1, 1, 2, "mpirun", None)),
+        # as Open MPI 5 numbers three ranks of two cores
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, (1, 2, 3, "mpirun", None)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, (1, 0, 2, "mpirun", None)),
     ],
 )
@@ -56,7 +58,8 @@ def test_discovery_reads_each_launcher(environment, expected):
         (TORCH | {"RANK": "2"}, "rank 2 must be in"),
         (TORCH | {"RANK": "x"}, "RANK='x' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
-        (TORCH | {"RANK": "0", "LOCAL_RANK": "1"}, "local rank 1 of rank 0"),
+        (TORCH | {"RANK": "0", "LOCAL_RANK": "1"}, "local rank 1 of rank 0 must be 0"),
+        (MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "local rank 2 of rank 1 must be in"),
         (TORCH | {"RANK": "0", "MASTER_ADDR": "a b"}, "MASTER_ADDR='a b'"),
         (TORCH | {"RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
         (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST=''"),
