@@ -153,6 +153,7 @@ def run_main(main: Callable[[], int]) -> int:
     Records the code for a launch script (`record_exit_code`). Characters that stdout cannot encode are printed as
     escapes.
     """
+    logs.open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr
     try:

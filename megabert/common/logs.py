@@ -41,10 +41,21 @@ def hide_secrets(text: str) -> str:
     return QUERY.sub(r"\1", PASSWORD.sub("", text))
 
 
-def write(text: str, stream: TextIO) -> None:
+def open_closed_streams() -> None:
+    """Open those of stdin, stdout and stderr that are closed (`2>&-`): the next file would get the number, and what a library prints."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def write(text: str, stream: TextIO | None) -> None:
     """Write to stdout or stderr and flush. If that fails, because the terminal is closed, or the reader of a pipe has ended (`| tee`,
     at Ctrl-C), this and later output of the process to the stream is lost, and the error is in `write_error`."""
     global write_error
+    if stream is None:  # was closed at the start; `print` would take stdout
+        return
     try:
         print(text, end="", file=stream, flush=True)
     except BlockingIOError:  # full, and another process has made it non-blocking

@@ -74,6 +74,18 @@ def test_a_command_that_nobody_reads_ends_with_4(words, also, code, shown):
     assert (done.returncode, done.stderr) == (code, shown)
 
 
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(
+        "import sys\nfrom megabert.common import errors\nfrom megabert.common.logs import log, setup\nsetup()\n"
+        "def main():\n    log.warning('seen')\n    return open(sys.argv[1], 'w').fileno()\n"
+        "sys.exit(errors.run_main(main))"
+    )
+    shell = 'exec "$0" main.py file <&- 2>&-'
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", shell, sys.executable], cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
+    assert done.returncode >= 3 and done.stdout == b""
+
+
 def test_what_a_terminal_cannot_show_is_escaped() -> None:
     """A character, and a byte of a file name that is no text."""
     command = [sys.executable, "-c", UNREAD % r"print('\u2026'); log.info('caf\udce9.txt')"]
