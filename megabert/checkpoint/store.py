@@ -37,7 +37,7 @@ from megabert.common.background import BackgroundTask
 from megabert.common.errors import OK, Failed, describe, exit_code, with_retries
 from megabert.common.files import canonical, compact, replace_folder, sync, write_atomically
 from megabert.common.logs import log
-from megabert.common.run_files import BEST, checkpoint_name
+from megabert.common.run_files import BEST, CONFIG, SINK_IDS, SLOW_RANKS, TOKENIZER_FILES, checkpoint_name
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World, on_main, on_main_long, raise_on_all_ranks
 
@@ -300,11 +300,12 @@ class Checkpoints:
             final = self.folder / replaced.name.removeprefix(REPLACED)
             if not final.exists():
                 os.rename(replaced, final)
-        for name in (REPLACED, SAVING, f".{POINTER}.", f".{chain.FILE}."):
-            for leftover in self.folder.glob(f"{name}*"):
-                # a thread of an earlier `Checkpoints` in this process may be removing it
-                with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        names = [f"{self.folder.name}/{name}*" for name in (REPLACED, SAVING, f".{POINTER}.", f".{chain.FILE}.")]
+        names += [f".{name}.*.tmp" for name in (CONFIG, *TOKENIZER_FILES, SINK_IDS, SLOW_RANKS)]
+        for leftover in (path for name in names for path in self.run_dir.glob(name)):
+            # a thread of an earlier `Checkpoints` in this process may be removing it
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         chain.cut(self.folder, max(self.steps(), default=-1))
 
     # -- reading -----------------------------------------------------------------------------------------------------

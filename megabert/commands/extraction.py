@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from megabert import hf
 from megabert.common import tables
-from megabert.common.files import atomic_file
+from megabert.common.files import large_atomic_file
 from megabert.common.logs import log
 from megabert.common.streaming import in_order
 from megabert.data import tokenizer_files
@@ -197,7 +197,7 @@ def extract(model: str | Path, input: str, output: str, text: str, tokenizer: st
     extractor = Extractor(hf.load(model, tokenizer), **options)
     write = _write_npy if target.suffix == ".npy" else _write_parquet
     texts = tqdm(read_texts(path, text), total=total, unit=" texts", disable=None, leave=False)
-    with atomic_file(target) as file, closing(texts), closing(extractor.windows(texts)) as windows:
+    with large_atomic_file(target) as file, closing(texts), closing(extractor.windows(texts)) as windows:
         write(file, windows, total, extractor)
     log.info(f"{target}: vectors of {total:,} texts")
     if extractor.truncated:

@@ -116,6 +116,15 @@ def atomic_file(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def large_atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """`atomic_file` for what takes long to write: what killed processes left of it beside `path` is removed."""
+    with atomic_file(path) as file:
+        lock(file.fileno(), path, "files left there by killed processes are not removed", wait=True)
+        remove_abandoned(left for left in _hidden(path, "tmp") if left.name != os.path.basename(file.name))
+        yield file
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write the file `path`, or replace it."""
     with atomic_file(path) as file:
@@ -162,18 +171,18 @@ def create_locked_folder(make: Callable[[], Path]) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove folders of killed processes: those that are not locked (`create_locked_folder`)."""
-    for folder in folders:
+def remove_abandoned(paths: Iterable[Path]) -> None:
+    """Remove folders and files of killed processes: those that are not locked (`create_locked_folder`, `large_atomic_file`)."""
+    for path in paths:
         try:
-            descriptor = os.open(folder, os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY)
         except (FileNotFoundError, PermissionError):  # renamed or removed meanwhile, or another user's
             continue
         try:
-            if lock(descriptor, folder, "remove it by hand if no process writes it"):
-                shutil.rmtree(folder, ignore_errors=True)
+            if lock(descriptor, path, "remove it by hand if no process writes it"):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         except BlockingIOError:
-            log.debug(f"{folder} is in use")
+            log.debug(f"{path} is in use")
         finally:
             os.close(descriptor)
 

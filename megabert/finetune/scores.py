@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megabert.common.errors import BadTraining
-from megabert.common.files import atomic_file, write_atomically
+from megabert.common.files import large_atomic_file, write_atomically
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.tasks import LABELLED, RANKING_METRICS, Task
 
@@ -357,7 +357,7 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], ...]], path: Path, l
     """
     count, answers, doubts = 0, {}, {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
+    with large_atomic_file(path) as file:
         if task.kind not in ("tag", "span"):
             file.write(("\t".join(["index", "prediction", *labels]) + "\n").encode())
         for example, prediction, *more in (row for chunk in chunks for row in zip(*chunk, strict=True)):

@@ -54,8 +54,14 @@ def test_the_newest_step_is_the_committed_one(tmp_path: Path) -> None:
     start(tmp_path)
     (tmp_path / "checkpoints" / ".saving-00000009").mkdir()
     assert newest_step(tmp_path) == 0
+    for name in (
+        ".config.json.1a2b3c4d.tmp",
+        ".vocab.txt.1a2b3c4d.tmp",
+        ".notes.tmp",
+    ):  # of a killed start, and a user's
+        (tmp_path / name).write_text("half")
     saved_run(tmp_path, (12,))
-    assert newest_step(tmp_path) == 12
+    assert newest_step(tmp_path) == 12 and [path.name for path in tmp_path.glob(".*")] == [".notes.tmp"]
     (tmp_path / "checkpoints" / "pointer.json").write_text("{")
     assert newest_step(tmp_path) is None
 

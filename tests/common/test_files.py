@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megabert.common import files
-from megabert.common.files import atomic_file, atomic_folder, write_atomically
+from megabert.common.files import atomic_file, atomic_folder, large_atomic_file, write_atomically
 from megabert.common.run_files import json_lines
 
 
@@ -57,6 +57,19 @@ def test_folders_of_killed_processes_are_removed(tmp_path):
         assert first.exists()
     assert (target / "mark").read_text() == "2"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "best2"]
+
+
+def test_a_large_file_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "vectors.npy"
+    for name in (".vectors.npy.1a2b3c4d.tmp", ".others.npy.1a2b3c4d.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    with large_atomic_file(path) as first:
+        first.write(b"1")
+        with large_atomic_file(path) as second:  # at the same time: neither removes the other's
+            second.write(b"2")
+        assert path.read_bytes() == b"2"
+    assert path.read_bytes() == b"1"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".others.npy.1a2b3c4d.tmp", "vectors.npy"]
 
 
 def test_only_folders_of_the_same_command_are_replaced(tmp_path):
