@@ -255,13 +255,22 @@ def _rows_taken(dataset: AnyDataset, positions: int) -> dict[str, int]:
 
 
 def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:
-    """int64 [V]: how often each id that is `predicted` (bool [V]; not padding) occurs in about COUNTED_TOKENS tokens, else 0.
+    """int64 [V]: how often each id that is `predicted` (bool [V]; not padding) occurs in about COUNTED_TOKENS tokens, else 0; in a
+    mixture in rows of its shares.
 
     Counted in rows at evenly spread places, which depend only on the dataset. Raises as `Dataset.read` does.
     """
+    parts, shares = members(dataset), dataset.counts if isinstance(dataset, Mixture) else [WINDOW]
+    each = [_count_tokens(part, predicted, COUNTED_TOKENS // len(parts)) for part in parts]
+    a_row = sum(share / WINDOW * counts / rows for share, (counts, rows) in zip(shares, each, strict=True))
+    return np.rint(a_row * sum(rows for _, rows in each)).astype(np.int64)
+
+
+def _count_tokens(dataset: Dataset, predicted: np.ndarray, most: int) -> tuple[np.ndarray, int]:
+    """As `token_counts` in about `most` tokens of a dataset alone, and in how many rows."""
     manifest = dataset.manifest
     places = np.arange(COUNTED_PLACES) * manifest.rows // COUNTED_PLACES
-    together = -(-COUNTED_TOKENS // manifest.seq_len // COUNTED_PLACES)
+    together = -(-most // manifest.seq_len // COUNTED_PLACES)
     chosen = (places[:, None] + np.arange(together)).ravel()
     if len(chosen) >= manifest.rows:
         chosen = np.arange(manifest.rows)
@@ -273,4 +282,4 @@ def token_counts(dataset: AnyDataset, predicted: np.ndarray) -> np.ndarray:
         used = np.arange(manifest.seq_len) < rows.bounds[:, :, 0].sum(1, keepdims=True)
         counts += np.bincount(rows.ids[used], minlength=len(predicted))
     dataset.stop_fetching()  # shards that stay open are not removed from a cache
-    return counts * predicted
+    return counts * predicted, len(chosen)

@@ -119,3 +119,10 @@ def test_tokens_are_counted_at_even_places(tmp_path, monkeypatch):
     flip(dataset.folder / "shard-000000.tar", 700)
     with pytest.raises(DamagedRow, match="block 0, row 0"):
         token_counts(Dataset(dataset.folder), PREDICTED)
+
+
+def test_tokens_of_a_mixture_are_counted_in_its_shares(folders):
+    mixed, (one, two) = open_mixture(folders[0], {folders[1]: 0.75}), map(Dataset, folders)
+    a_row = [token_counts(part, PREDICTED) / part.rows for part in (one, two)]
+    found = token_counts(mixed, PREDICTED)
+    assert np.abs(found - (0.25 * a_row[0] + 0.75 * a_row[1]) * mixed.rows).max() <= 0.5 and found.sum() > 1000
