@@ -177,7 +177,8 @@ class PretrainingMeter(Meter):
         self._datasheet = datasheet_tflops(torch.cuda.get_device_name(world.device)) if cuda else None
 
     def count_work(self, update: Update) -> dict[str, int]:
-        squares = sum(int((b.lengths.numpy().astype(np.int64) ** 2).sum()) for b in update.batches)
+        real = [b.lengths.numpy()[b.row_ids >= 0].astype(np.int64) for b in update.batches]  # not of fillers
+        squares = sum(int((lengths**2).sum()) for lengths in real)
         return {
             "perf/sequences_per_sec": update.sequences,
             "perf/tokens_per_sec": update.tokens,

@@ -61,7 +61,7 @@ class TaskBatch:
 
     @property
     def tokens(self) -> int:
-        return int(self.packed.lengths.sum())
+        return int(self.packed.lengths.sum()) if self.items else 0
 
 
 def collate(items: Sequence[TaskItem], layout: ItemLayout, line: bool = False) -> TaskBatch:

@@ -24,6 +24,7 @@ from megabert.data.shards import Dataset
 from megabert.data.shards.layout import TAR_END, shard_bytes
 from megabert.data.tokenizer import Tokenizer
 from megabert.evaluation import fixed_batches
+from megabert.metrics import PretrainingMeter
 from megabert.ops import attention_inputs
 from tests.helpers import wordpiece
 from tests.helpers.ranks import CONTEXT
@@ -383,6 +384,20 @@ def test_failed_reads_are_retried_and_then_class_4(tmp_path, monkeypatch):
         update = next(loader_of(fresh, global_batch=8))
         assert (update.problem_code, bool(update.problem)) == (code, bool(code))
         assert (update.tokens > 0) == (not code)
+
+
+@pytest.mark.parametrize("strategy", ["token", "causal"])
+def test_the_work_of_an_update_does_not_depend_on_ranks(dataset, strategy):
+    """Fillers, which are rows of one sequence, are none of it."""
+    found, masking = [], MaskingConfig(strategy=strategy)
+    for world, micro in ((1, 15), (1, 4), (4, 7), (2, 16)):
+        parts = [
+            next(loader_of(dataset, global_batch=60, micro_batch=micro, rank=rank, world=world, masking=masking))
+            for rank in range(world)
+        ]
+        counts = [PretrainingMeter.count_work(None, part) for part in parts]
+        found.append({name: sum(count[name] for count in counts) for name in counts[0]})
+    assert found == [found[0]] * 4 and found[0]["attending pairs"] > found[0]["perf/tokens_per_sec"] > 0
 
 
 def test_the_digest_does_not_depend_on_ranks(dataset):
