@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         device = gradients[0].device if gradients else self._reduce_on
         squares = torch.zeros((), dtype=torch.float64, device=device)
         if gradients:  # empty on a rank if a model has fewer elements than there are ranks
-            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            squares += sum_squares(gradients).sum()
         if self._reduce_on is not None:
             dist.all_reduce(squares)
         norm = squares.sqrt().float()
@@ -172,6 +173,16 @@ def blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     for parallel in zip(*lists, strict=True):
         for block in zip(*(tensor.split(BLOCK) for tensor in parallel), strict=True):
             yield [[part] for part in block]
+
+
+def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """fp64 [n]: the sum of the squares of each tensor's elements. On the CPU block by block, since torch adds them up in fp32: its norm
+    of 110 M normal numbers in one tensor is 1.2% too low."""
+    parts = [t.reshape(-1).split(BLOCK) if t.device.type == "cpu" else (t,) for t in tensors]
+    squares = torch.stack(torch._foreach_norm(list(chain.from_iterable(parts)))).double().square()
+    if len(squares) == len(parts):
+        return squares
+    return torch.stack([part.sum() for part in squares.split([*map(len, parts)])])
 
 
 def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabert.optim.guarded import MOMENTS, FlatSegment, GuardedOptimizer, to_device
+from megabert.optim.guarded import MOMENTS, FlatSegment, GuardedOptimizer, sum_squares, to_device
 
 Slices = tuple[tuple[int, ...], list[list[Tensor]]]  # indices of units, and for each flat tensor their slices
 
@@ -64,8 +64,7 @@ class AdamByUnit(GuardedOptimizer):
             if indices not in self._index_tensors:
                 self._index_tensors[indices] = to_device(indices, device, torch.int64)
             for row, views in zip(sums, rows, strict=True):
-                norms = torch.stack(torch._foreach_norm(views)).double()
-                row.index_add_(0, self._index_tensors[indices], norms.square())
+                row.index_add_(0, self._index_tensors[indices], sum_squares(views))
         if self._reduce_on is not None:
             dist.all_reduce(sums)
         return sums
