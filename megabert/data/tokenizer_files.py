@@ -227,7 +227,7 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
     _refuse_unknown(tokenizer, proto)
     built = tokenizers.Tokenizer(_unigram(proto) if proto.trainer_spec.model_type == 1 else _bpe(proto))
     spec = proto.normalizer_spec
-    rules = _trained_rules(tokenizer) if spec.name in FORMS else _character_rules(proto)
+    rules = _trained_rules(tokenizer) if spec.name in FORMS else _character_rules(tokenizer)
     # A space that is left at the beginning of the text becomes the mark itself.
     scheme = "first" if spec.remove_extra_whitespaces and spec.add_dummy_prefix else "never"
     if spec.remove_extra_whitespaces:
@@ -304,7 +304,7 @@ def _trained_rules(tokenizer: Tokenizer) -> list[Any]:
     return rules if lower == "I" else [*rules, normalizers.Lowercase()]
 
 
-def _character_rules(proto: Any) -> list[Any]:
+def _character_rules(tokenizer: Tokenizer) -> list[Any]:
     """The model's character map, made exact on what the library does differently.
 
     The library looks up a cluster of up to five bytes as a whole and replaces all of it by the mapping of its first characters,
@@ -313,11 +313,14 @@ def _character_rules(proto: Any) -> list[Any]:
     """
     from tokenizers import Regex, normalizers
 
-    table = proto.normalizer_spec.precompiled_charsmap
-    cleaning = _cleaning("NFC", " " if proto.normalizer_spec.remove_extra_whitespaces else "")
-    if not table:
+    spec = tokenizer.proto.normalizer_spec
+    cleaning = _cleaning("NFC", " " if spec.remove_extra_whitespaces else "")
+    if not spec.precompiled_charsmap:
         return cleaning
-    mapped = normalizers.Precompiled(table)
+    try:
+        mapped = normalizers.Precompiled(spec.precompiled_charsmap)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{tokenizer.path}: its character map is damaged ({error!s:.100})") from None
     return [
         *cleaning,
         normalizers.Replace(Regex(rf"(?=[{EXTENDS}])|(?<=\r)(?=\n)"), SEPARATOR),

@@ -139,6 +139,11 @@ def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(proto.SerializeToString())
     with pytest.raises(ValueError, match="tokens marked unused"):
         tokenizer_files.build(Tokenizer.load(tmp_path / "m"))
+    proto.pieces[50].type = tokenizer_files.NORMAL
+    proto.normalizer_spec.precompiled_charsmap = proto.normalizer_spec.precompiled_charsmap[:-2] + b"\xff\0"
+    (tmp_path / "m").write_bytes(proto.SerializeToString())
+    with pytest.raises(ValueError, match="m: its character map is damaged"):
+        tokenizer_files.build(Tokenizer.load(tmp_path / "m"))
 
 
 @pytest.mark.parametrize("kind", runs.KINDS)
