@@ -277,11 +277,9 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
             raise _too_few(options, int(least.group(1))) from None
         largest = re.search(r"value <= (\d+)", text)
         if largest or "ocabulary size" in text or "vocab_size" in text:
-            hint = (
-                f"lower it to at most {largest.group(1)}, or "
-                if largest and int(largest.group(1)) >= LEAST_VOCABULARY
-                else ""
-            )
+            most = largest.group(1) if largest else ""
+            hint = f"lower it{most and f' to at most {most}'}, or "
+            hint = "" if most and int(most) < LEAST_VOCABULARY else hint
             raise TooLittleText(
                 f"--vocab-size: {options.vocab_size} is too large for this corpus; {hint}add more text"
             ) from None

@@ -541,7 +541,7 @@ def from_huggingface_config(tree: Mapping[str, Any], where: str) -> ModelConfig:
             "in its language, or train a model with its tokenizer: megabert prep build --tokenizer FOLDER/tokenizer.json"
         )
     family = FAMILIES[kind]
-    # the first makes a decoder of any class, the second only of these
+    # is_causal makes any class a decoder, is_decoder only those with a causal class; others ignore it
     one_way = ("is_causal",) if family.causal else ("is_causal", "is_decoder")
     refuse_others(tree, where, family.fixed | dict.fromkeys(one_way, (False, False)))
     for name in ("pruned_heads", "quantization_config"):
