@@ -199,6 +199,13 @@ def test_a_full_disk_of_the_cache_is_named(url, tmp_path, monkeypatch):
     assert len(remote.read(np.arange(64)).ids) == 64
 
 
+def test_a_copy_removed_before_it_is_complete_is_class_4(url, tmp_path, monkeypatch):
+    remote, fetch = Dataset(url, cache=Cache(str(tmp_path / "copies"))), storage.fetch
+    monkeypatch.setattr(storage, "fetch", lambda url, target: (fetch(url, target), target.unlink())[0])
+    with pytest.raises(Failed, match=r"shard-000000\.tar\.part: was removed while it was written"):
+        remote.read(np.arange(64))
+
+
 def test_what_the_store_lost_or_changed_is_named(proxy, tmp_path):
     folder = sample.make_dataset(tmp_path / "data", 10 * 64)
     url = upload(folder, "s3://data/changed")

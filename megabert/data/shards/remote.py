@@ -248,15 +248,13 @@ class RemoteShards:
                 path.unlink()
             try:
                 self._make_room(part, shard.bytes)
-                try:
-                    found = storage.fetch(url, part)
-                except FileNotFoundError as error:
-                    if error.filename != storage.public(url):
-                        raise Failed(f"{error.filename}: was removed while it was written") from error
-                    raise _missing(url) from None
-                if found != shard.sha256:
+                if storage.fetch(url, part) != shard.sha256:
                     raise _changed(url)
                 os.replace(part, path)
+            except FileNotFoundError as error:
+                if error.filename != storage.public(url):
+                    raise Failed(f"{error.filename}: was removed while it was written") from error
+                raise _missing(url) from None
             finally:
                 part.unlink(missing_ok=True)
         return path
