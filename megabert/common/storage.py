@@ -31,6 +31,8 @@ PACKAGES = {
     "az": "adlfs", "abfs": "adlfs",
 }  # fmt: skip
 WEB = ("http://", "https://")
+# links of a web server's page of a folder to its other orders (?C=N;O=D), its headings, other folders and people
+NO_FILE = re.compile(r"/(\?|\.\./|(mailto|javascript|data|tel):)|#")
 GLOB = re.compile(r"[*?\[]")
 REFUSED = ("file", "local", "memory", "pipe")  # fsspec schemes that are refused: local paths, memory and pipes
 # packages whose exceptions are store or network failures
@@ -109,6 +111,10 @@ def find(url: str) -> list[Object]:
     try:
         if url.startswith(WEB) and not url.endswith("/") and not glob_folder(url):
             return [stat(url)]
+        if (
+            glob_folder(url) and not url.startswith(WEB) and exists(url)
+        ):  # as of local paths, whose names may have brackets
+            return [stat(url)]
         found = request(url, lambda: _list(system, path, url))
     except FileNotFoundError:  # no such bucket
         return []
@@ -126,9 +132,9 @@ def _list(system: Any, path: str, url: str) -> dict[str, dict[str, Any]]:
     from fsspec.utils import glob_translate
 
     folder = glob_folder(url)
-    if url.startswith(WEB):  # a server's folders are pages of links, of which some sort the page (?C=N;O=D)
+    if url.startswith(WEB):
         found = (system.glob if folder else system.find)(path, detail=True, on_error="raise")
-        return {name: info for name, info in found.items() if "/?" not in name}
+        return {name.replace("&amp;", "&"): info for name, info in found.items() if not NO_FILE.search(name)}
     if not folder:
         return system.find(path, detail=True)
     matches = re.compile(glob_translate(path)).match
@@ -339,7 +345,8 @@ def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
             # of the hub's library, of aiohttp
             status = getattr(getattr(error, "response", None), "status_code", getattr(error, "status", None))
             if status == 404 or isinstance(error, FileNotFoundError):
-                raise FileNotFoundError(errno.ENOENT, "no such object", shown) from None
+                missing = "no such bucket" if code == "NoSuchBucket" else "no such object"
+                raise FileNotFoundError(errno.ENOENT, missing, shown) from None
             if isinstance(error, PermissionError) or status in (401, 403) or code in DENIED:
                 text = f"{shown}: access denied; check the credentials and their permissions" + (
                     f" ({why:.200})" if why else ""

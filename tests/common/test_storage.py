@@ -66,6 +66,17 @@ def test_a_glob_leaves_out_no_folder_whose_list_failed(failing: int, proxy: Prox
     assert [found.url.partition("globbed/")[2] for found in storage.find("s3://shelf/globbed/*/*.txt")] == names[:2]
 
 
+def test_an_object_is_found_by_a_name_with_brackets(proxy: Proxy) -> None:
+    for name in ("[1].txt", "1.txt"):
+        storage.write(f"s3://shelf/brackets/{name}", b"text")
+        assert storage.find("s3://shelf/brackets/[1].txt") == [storage.stat("s3://shelf/brackets/[1].txt")]
+
+
+def test_a_missing_bucket_is_named_so(proxy: Proxy) -> None:
+    with pytest.raises(FileNotFoundError, match="no such bucket"):
+        storage.write("s3://no-such-bucket/x", b"")
+
+
 def test_a_version_changes_with_the_content_alone(proxy: Proxy) -> None:
     storage.write("s3://shelf/version", b"one")
     before = storage.stat("s3://shelf/version")
@@ -195,15 +206,15 @@ def test_a_query_of_a_web_address_is_no_wildcard(tmp_path: Path) -> None:
     assert storage.glob_folder("s3://shelf/a/b?.txt") == "s3://shelf/a"
 
 
-def test_links_that_sort_a_page_are_no_files(tmp_path: Path) -> None:
+def test_links_that_lead_elsewhere_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "texts/deep").mkdir(parents=True)
-    for name in ("texts/a.txt", "texts/deep/b.txt"):
+    for name in ("style.css", "texts/a.txt", "texts/c&d.txt", "texts/deep/b.txt"):
         (tmp_path / name).write_bytes(b"text")
     with web_folder.serve(tmp_path) as server:
-        found = [f"{server}/texts/a.txt", f"{server}/texts/deep/b.txt"]
+        found = [f"{server}/texts/{name}" for name in ("a.txt", "c&d.txt", "deep/b.txt")]
         assert [each.url for each in storage.find(f"{server}/texts/")] == found
-        assert list(storage.list_objects(f"{server}/texts")) == ["a.txt", "deep/b.txt"]
-        assert [each.url for each in storage.find(f"{server}/texts/*")] == found[:1]
+        assert list(storage.list_objects(f"{server}/texts")) == ["a.txt", "c&d.txt", "deep/b.txt"]
+        assert [each.url for each in storage.find(f"{server}/texts/*")] == found[:2]
 
 
 def test_a_time_of_change_is_a_version(tmp_path: Path) -> None:

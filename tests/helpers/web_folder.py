@@ -6,8 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from html import escape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+ELSEWHERE = ("?C=N;O=D", "?C=M;O=A", "#top", "../style.css", "mailto:me@h")
 
 
 class WebFolder(SimpleHTTPRequestHandler):
@@ -39,9 +42,9 @@ class WebFolder(SimpleHTTPRequestHandler):
         return None
 
     def list_directory(self, path):
-        """As Apache's: its links sort the page."""
+        """As Apache's: its links sort the page, and some lead elsewhere."""
         names = sorted(each.name + "/" * each.is_dir() for each in Path(path).iterdir())
-        links = "".join(f'<a href="{name}">{name}</a>' for name in ("?C=N;O=D", "?C=M;O=A", *names))
+        links = "".join(f'<a href="{escape(name)}">{name}</a>' for name in (*ELSEWHERE, *names))
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
         self.end_headers()
