@@ -144,9 +144,10 @@ class Mirror:
         listing may be stale."""
         steps = {match[1] for match in map(STEP.fullmatch, files) if match and match[2] == MANIFEST}
         with suppress(FileNotFoundError):
-            pointer = storage.read(storage.join(self.url, "checkpoints", POINTER))
-            newest = checkpoint_name(json.loads(pointer)["step"])
-            if storage.exists(storage.join(self.url, "checkpoints", newest, MANIFEST)):
+            pointer, newest = storage.read(storage.join(self.url, "checkpoints", POINTER)), ""
+            with suppress(ValueError, KeyError, TypeError):  # damaged on the disk that it was copied from
+                newest = checkpoint_name(json.loads(pointer)["step"])
+            if newest and storage.exists(storage.join(self.url, "checkpoints", newest, MANIFEST)):
                 steps.add(newest)
         return sorted(steps)
 

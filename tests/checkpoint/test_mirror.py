@@ -345,6 +345,15 @@ def test_stale_lists_hide_no_checkpoint_and_no_job(proxy, tmp_path, monkeypatch)
     assert steps(url) == [8] and len(storage.find(f"{url}/lock")) == 1
 
 
+def test_a_damaged_pointer_hides_no_checkpoint(proxy: Proxy, tmp_path: Path) -> None:
+    url = "s3://runs/pointer"
+    opened(url, tmp_path / "run", 5).close()
+    for text in (b"", b"[]", b"{}", b'{"step": "5"}'):
+        storage.write(f"{url}/checkpoints/pointer.json", text)
+        Mirror(CheckpointConfig(mirror=url), tmp_path / f"again {text!r}").restore()
+        assert (tmp_path / f"again {text!r}" / "checkpoints/step-00000005" / FILE).exists()
+
+
 def test_a_download_that_was_interrupted_is_completed(proxy: Proxy, tmp_path: Path) -> None:
     """The next start copies what is missing, whichever object could not be read."""
     url, run = "s3://runs/interrupted", tmp_path / "run"
