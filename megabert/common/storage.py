@@ -44,7 +44,7 @@ CLIENTS = (
 # of a HEAD, whose answer has no reason
 DENIED = ("400", "AuthorizationHeaderMalformed", "InvalidToken", "TokenRefreshRequired")
 GATED = "the hub restricts access to it: request access on its page, then `hf auth login`"
-NOT_RETRIED = (400, 402, 410, 413, 422)  # HTTP status codes of a wrong request, which is not retried
+NOT_RETRIED = (400, 402, 405, 410, 413, 422, 501)  # HTTP status codes of a wrong request, which is not retried
 # fields of fsspec's description of a file that name its version, the surest first
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "last_commit", "mtime")
 WAITS = (0.1, 0.5, 2.0, 8.0, 30.0)  # seconds before each retry, beside those of the libraries
@@ -352,6 +352,8 @@ def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
                     f" ({why:.200})" if why else ""
                 )
                 raise (AccessDenied(text) if server in _answered else ValueError(text)) from None
+            if isinstance(error, NotImplementedError):
+                raise ValueError(f"{shown}: its server cannot be written to") from None
             if not (isinstance(error, OSError) or is_client_error(error)):
                 raise
             # the first line only, since later ones may contain the request; without query strings, which may hold

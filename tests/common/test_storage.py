@@ -264,6 +264,13 @@ def test_a_name_that_no_store_has_is_a_mistake(proxy: Proxy) -> None:
         storage.find("s3://No_Bucket!/x")
 
 
+def test_a_server_that_takes_no_files_is_refused(tmp_path: Path) -> None:
+    with web_folder.serve(tmp_path) as server:
+        for change in (lambda url: storage.write(url, b"x"), storage.remove):
+            with pytest.raises(ValueError, match=r"/a\.bin: (refused \(501|its server cannot be written to)"):
+                change(f"{server}/a.bin")
+
+
 def test_a_server_without_ranges_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(DATA)
     with web_folder.serve(tmp_path, ranges=False) as server:
