@@ -166,7 +166,8 @@ def open_trainer(args: argparse.Namespace, session: Session, started: float) -> 
         log.setLevel("DEBUG")
     stop = session.join(deadline)
     watchdog = session.watch(Path(args.run), config.watchdog.timeout_seconds)
-    check_same(session.world, flat(config.model_dump()))
+    ends = {"--stop-after": args.stop_after, "--extend": args.extend}
+    check_same(session.world, flat(config.model_dump()) | ends)
     on_main(session.world, lambda: check_packages(config))
     return open_run(
         Path(args.run),

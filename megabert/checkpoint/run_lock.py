@@ -116,11 +116,10 @@ def acquire(run_dir: str | Path, world: World, predecessor: str = "") -> str:
     collective; idempotent. `predecessor`: token of an owner that the ranks of this job know has ended.
 
     Raises ValueError on every rank, naming the owner, if another job is running, and Failed if the file system fails. Raises RankError
-    if a node does not see the owner's file, because the run folder is not on a file system of all nodes.
+    if a rank does not see the owner's file: the run folder is not on a file system of all nodes, or the rank's is another one.
     """
     name, token, host = on_main(world, lambda: _take(Path(run_dir), predecessor))
-    path, first = Path(run_dir) / "lock" / name, world.local_rank == 0
-    on_every_rank(world, lambda: _check_visible(path, token, host) if first else None)
+    on_every_rank(world, lambda: _check_visible(Path(run_dir) / "lock" / name, token, host))
     return token
 
 
@@ -163,7 +162,7 @@ def _take(run_dir: Path, predecessor: str) -> tuple[str, str, str]:
 
 
 def _check_visible(path: Path, token: str, host: str) -> None:
-    """Raises ValueError unless this node, too, sees the owner's file at `path` within SHARED seconds."""
+    """Raises ValueError unless this rank, too, sees the owner's file at `path` within SHARED seconds."""
     waited = 0.0
     while True:
         with contextlib.suppress(FileNotFoundError):
@@ -171,8 +170,9 @@ def _check_visible(path: Path, token: str, host: str) -> None:
             if owner is None or owner.token == token:  # None: it is being renewed
                 return
         if waited >= SHARED:
+            folder = path.parents[1].absolute()
             raise ValueError(
-                f"{path.parents[1]} on host {socket.gethostname()} is not the folder of that name on host {host}: name a run folder on a "
+                f"{folder} on host {socket.gethostname()} is not the run folder of rank 0 on host {host}: name a run folder on a "
                 "file system that all nodes share"
             )
         time.sleep(POLL)

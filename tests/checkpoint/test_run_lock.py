@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -145,26 +144,28 @@ def test_a_second_job_is_refused_beside_the_first(host, tmp_path):
     assert os.listdir(run / "lock") == ["00000001"]
 
 
-def take_on_node(world: World, folders: list[str]) -> str:
-    """Takes the run folder of this rank's node; a node has one rank."""
+def take_folder(world: World, folders: list[str]) -> str:
+    """Takes the run folder of this rank, as on a node of its own or in another working directory."""
     run_lock.SHARED = 0.3
     try:
-        return run_lock.acquire(folders[world.rank], replace(world, local_rank=0))
+        return run_lock.acquire(folders[world.rank], world)
     except RankError as error:
         assert error.exit_code == USER_ERROR
         return str(error)
 
 
-def test_nodes_without_a_shared_run_folder_are_refused(tmp_path):
+def test_ranks_without_a_shared_run_folder_are_refused(tmp_path):
     nodes = [tmp_path / "n0", tmp_path / "n1"]
     for node in nodes:
         (node / "disk").mkdir(parents=True)
     apart = [str(node / "disk/run") for node in nodes]
     host = socket.gethostname()
-    refusal = f"rank 1: {apart[1]} on host {host} is not the folder of that name on host {host}: name a run folder on a"
-    assert run_ranks(2, take_on_node, apart) == [f"{refusal} file system that all nodes share"] * 2
+    refusal = (
+        f"rank 1: {apart[1]} on host {host} is not the run folder of rank 0 on host {host}: name a run folder on a"
+    )
+    assert run_ranks(2, take_folder, apart) == [f"{refusal} file system that all nodes share"] * 2
     nodes[1].joinpath("shared").symlink_to(nodes[0] / "disk")
-    first, second = run_ranks(2, take_on_node, [apart[0], str(nodes[1] / "shared/run")])
+    first, second = run_ranks(2, take_folder, [apart[0], str(nodes[1] / "shared/run")])
     assert first == second and len(first) == 16
 
 

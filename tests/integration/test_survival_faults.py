@@ -58,6 +58,15 @@ ranks.init = init
 """
 
 
+OTHER_END = """
+import os
+from megabert import train
+def parse(argv, parse=train.parse):
+    return parse([*argv, "--stop-after", str(5 + int(os.environ["RANK"]))])
+train.parse = parse
+"""
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(dataset, tmp_path_factory):
     run = tmp_path_factory.mktemp("uninterrupted") / "run"
@@ -102,6 +111,12 @@ def test_rank_that_leaves_early_is_one_line(dataset, tmp_path):
     end(job, 4, 85, within=60)
     assert "another rank exited before rank 0 connected to it" in error_of(job)
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_ranks_that_end_at_other_steps_are_refused(dataset, tmp_path):
+    job = Job(dataset, tmp_path / "run", driver=OTHER_END)
+    end(job, 2, 2, within=60)
+    assert "--stop-after must be the same on all ranks: 5 on rank 0" in error_of(job)
 
 
 # ---- dead and hanging ranks
