@@ -49,7 +49,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 class Linear(nn.Module):
     """y = x W^T + b. weight [out, in], bias [out] or None."""
 
-    matrices = 0  # number of matrices stacked in `weight`, each of which Muon orthogonalises; 0: not for Muon
+    matrices: tuple[
+        int, ...
+    ] = ()  # rows of the matrices stacked in `weight`, each of which Muon orthogonalises; none: not for Muon
 
     bias: nn.Parameter | None
 
@@ -76,7 +78,8 @@ class QKVProjection(Linear):
     def __init__(self, cfg: ModelConfig, ops: Ops):
         heads, shared = cfg.heads, cfg.key_heads
         super().__init__(cfg.hidden, cfg.qkv_columns, cfg.init_std, cfg.layer_bias)
-        self.heads, self.shared, self.matrices = heads, shared, heads // shared + 2
+        self.heads, self.shared = heads, shared
+        self.matrices = (cfg.hidden, *[(cfg.qkv_columns - cfg.hidden) // 2] * 2)
         self.sums_bias = ops.attention_sums_bias and not cfg.gated and cfg.bias and heads == shared
 
     @torch.no_grad()
@@ -117,7 +120,7 @@ class FeedForward(Linear):
     def __init__(self, cfg: ModelConfig, ops: Ops):
         super().__init__(cfg.hidden, cfg.ffn_inputs, cfg.init_std, cfg.layer_bias)
         self.silu = cfg.activation == "silu"
-        self.gated, self.matrices, self.ops = cfg.gated, 2 if cfg.gated else 1, ops
+        self.gated, self.matrices, self.ops = cfg.gated, (cfg.ffn,) * (2 if cfg.gated else 1), ops
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.matmul(x)  # (..., D) -> (..., F), gated (..., 2F)
@@ -135,10 +138,9 @@ def norm_parameters(cfg: ModelConfig) -> tuple[nn.Parameter, nn.Parameter | None
 class LinearNorm(Linear):
     """Output projection of a residual branch: z = residual + dropout(x W^T + b), and LayerNorm(z)."""
 
-    matrices = 1
-
     def __init__(self, inputs: int, cfg: ModelConfig, ops: Ops):
         super().__init__(inputs, cfg.hidden, cfg.init_std, cfg.layer_bias)
+        self.matrices = (cfg.hidden,)
         self.norm_weight, self.norm_bias = norm_parameters(cfg)
         self.cfg, self.ops = cfg, ops
         if cfg.zero_init:

@@ -86,7 +86,7 @@ class Engine:
         self.layout = find_layout(self._deepspeed.optimizer, module, world)
         segments = {master.tensor: master.segments for master in self.layout.masters}
         if config.optimizer.split_qkv:
-            stacked = {f"{name}.weight": getattr(m, "matrices", 0) or 1 for name, m in module.named_modules()}
+            stacked = {f"{name}.weight": getattr(m, "matrices", ()) or (1,) for name, m in module.named_modules()}
             segments, units = self.layout.units(stacked)
             self.optimizer.set_units(units)
         alone = world.size == 1 or not self.layout.partitioned

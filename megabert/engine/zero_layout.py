@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -87,23 +87,25 @@ class ZeroLayout:
             for segment in master.segments:
                 yield segment, flat[segment.start : segment.end]
 
-    def units(self, parts: Mapping[str, int]) -> tuple[dict[Tensor, tuple[FlatSegment, ...]], int]:
+    def units(self, parts: Mapping[str, Sequence[int]]) -> tuple[dict[Tensor, tuple[FlatSegment, ...]], int]:
         """Each master's segments by units, which have a trust ratio each, and the number of units.
 
-        A unit is a parameter, or one of the `parts` stacked in it. Units are numbered in the order of the parameters.
+        A unit is a parameter, or one of the `parts` stacked in it, whose rows these are. Units are numbered in the order of the
+        parameters.
         """
-        counts = [parts.get(name, 1) for name in self.names]
-        first = [sum(counts[:index]) for index in range(len(counts))]
+        rows = [parts.get(name, (1,)) for name in self.names]
+        first = [*accumulate(map(len, rows), initial=0)]
+        sizes = [self.shapes[name].numel() // sum(of) for name, of in zip(self.names, rows, strict=True)]
+        bounds = [[*accumulate((n * size for n in of), initial=0)] for of, size in zip(rows, sizes, strict=True)]
         by_master: dict[Tensor, tuple[FlatSegment, ...]] = {}
         for master in self.masters:
             cut: list[FlatSegment] = []
             for segment in master.segments:
-                size = self.shapes[self.names[segment.index]].numel() // counts[segment.index]
-                for number in range(counts[segment.index]):
-                    if (part := segment.within(number * size, (number + 1) * size)) is not None:
+                for number, (begin, end) in enumerate(pairwise(bounds[segment.index])):
+                    if (part := segment.within(begin, end)) is not None:
                         cut.append(replace(part, index=first[segment.index] + number))
             by_master[master.tensor] = tuple(cut)
-        return by_master, sum(counts)
+        return by_master, first[-1]
 
     def slices(self, optimizer: GuardedOptimizer) -> Iterator[ParameterSlice]:
         """Views of this rank's master weights and their moments (none before the first update), parameter by parameter."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -89,15 +89,17 @@ class MatrixExchange:
 
 
 def find_matrices(model: nn.Module) -> dict[int, tuple[Matrix, ...]]:
-    """Matrices by number of the parameter, for parameters of `model` that have some: a module's `matrices` is the number of matrices
-    stacked in its `weight`."""
+    """Matrices by number of the parameter, for parameters of `model` that have some: a module's `matrices` are the rows of those stacked
+    in its `weight`."""
     number = {id(parameter): n for n, parameter in enumerate(model.parameters())}
     matrices = {}
     for module in model.modules():
-        count, weight = getattr(module, "matrices", 0), getattr(module, "weight", None)
-        if count and isinstance(weight, nn.Parameter) and weight.requires_grad:
-            index, rows, columns = number[id(weight)], weight.shape[0] // count, weight.shape[1]
-            matrices[index] = tuple(Matrix(index, n * rows * columns, rows, columns) for n in range(count))
+        stacked, weight = getattr(module, "matrices", ()), getattr(module, "weight", None)
+        if stacked and isinstance(weight, nn.Parameter) and weight.requires_grad:
+            index, columns = number[id(weight)], weight.shape[1]
+            begins = [columns * row for row in accumulate(stacked, initial=0)]
+            parts = zip(begins, stacked, strict=False)
+            matrices[index] = tuple(Matrix(index, begin, rows, columns) for begin, rows in parts)
     return matrices
 
 

@@ -37,7 +37,7 @@ class PlainOptimizer:
     values are parameters of their own, as they are in that recipe's model."""
 
     def __init__(self, model: nn.Module, name: str, rated: bool = False) -> None:
-        self.rated, self.modern, self.name, self.t = rated, model.cfg.modern, name, 0
+        self.rated, self.cfg, self.name, self.t = rated, model.cfg, name, 0
         self.named = dict(model.named_parameters())
         self.m, self.v = ({n: torch.zeros_like(p) for n, p in self.named.items()} for _ in range(2))
 
@@ -49,11 +49,16 @@ class PlainOptimizer:
             if self.name == "muon":
                 self.muon(lr, name, p)
             else:
-                parts = 3 if self.name == "split lamb" and ".qkv." in name else 1
+                parts = self.qkv() if self.name == "split lamb" and ".qkv." in name else len(p)
                 rule = self.stable_adamw if self.name == "stable_adamw" else self.lamb
-                for one in zip(*(t.chunk(parts) for t in (p, p.grad, self.m[name], self.v[name])), strict=True):
+                for one in zip(*(t.split(parts) for t in (p, p.grad, self.m[name], self.v[name])), strict=True):
                     rule(lr, *one)
             p.grad = None
+
+    def qkv(self) -> list[int]:
+        """Rows of queries, keys and values."""
+        width = self.cfg.hidden // self.cfg.heads
+        return [self.cfg.hidden, *[width * (self.cfg.kv_heads or self.cfg.heads)] * 2]
 
     def adam(self, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
         m.copy_(BETAS[0] * m + (1 - BETAS[0]) * g)
@@ -85,8 +90,9 @@ class PlainOptimizer:
             return
         self.m[name].copy_(0.95 * self.m[name] + p.grad)
         # queries, keys and values; what a gate multiplies, and the gate
-        parts = 3 if "qkv" in name else 2 if self.modern and name.endswith("feed_forward.weight") else 1
-        directions = (p.grad + 0.95 * self.m[name]).chunk(parts)
+        gated = self.cfg.modern and name.endswith("feed_forward.weight")
+        parts = self.qkv() if "qkv" in name else len(p) // 2 if gated else len(p)
+        directions = (p.grad + 0.95 * self.m[name]).split(parts)
         p.sub_(lr * torch.cat([0.2 * math.sqrt(max(part.shape)) * newton_schulz(part) for part in directions]))
 
 
@@ -132,7 +138,7 @@ def check(found: dict[str, Any], reference: dict[str, Any], case: Any = "") -> N
     assert tiny.distance(found["weights"], reference["weights"]) < 1e-5, case
 
 
-MODERN: dict[str, Any] = {"model__kind": "modern", "model__norm": "pre", "model__nsp": False}
+MODERN: dict[str, Any] = {"model__kind": "modern", "model__norm": "pre", "model__nsp": False, "model__kv_heads": 1}
 
 
 def one_rank(world: Any) -> dict[str, Any]:

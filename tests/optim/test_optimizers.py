@@ -20,7 +20,8 @@ from tests.helpers.ranks import run_ranks
 from tests.optim.test_muon import BETAS, DECAY, EPS, LR, RATES, STEPS, check, clip, plain_run, train
 
 # (optimizer, ZeRO stage of two ranks, kind); the others are slow
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "rated": RATES, "split": {"optimizer__split_qkv": True}}
+SHARED = {"model__kv_heads": 1}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "rated": RATES, "split": {"optimizer__split_qkv": True} | SHARED}
 USUAL = [
     *(("lamb", 2, "plain"), ("muon", 1, "plain"), ("muon", 3, "plain"), ("stable_adamw", 2, "plain")),
     *(("lamb", 2, "rated"), ("muon", 3, "rated"), ("stable_adamw", 1, "rated")),
@@ -45,10 +46,10 @@ def test_optimizers_under_zero_equal_unsharded_ones(cases):
     reference = cache(plain_run)
     for case, found in zip(cases, run_ranks(2, under_zero, cases, timeout=800)[0], strict=True):
         name, _, kind = case
-        rates = RATES if kind == "rated" else {}
-        check(found, reference("split lamb" if kind == "split" else name, steps_of(kind), **rates), case)
+        rates, shape = RATES if kind == "rated" else {}, SHARED if kind == "split" else {}
+        check(found, reference("split lamb" if kind == "split" else name, steps_of(kind), **rates, **shape), case)
         if kind != "plain":
-            assert tiny.distance(found["weights"], reference(name, 6)["weights"]) > 1e-3, case
+            assert tiny.distance(found["weights"], reference(name, 6, **shape)["weights"]) > 1e-3, case
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -85,7 +86,7 @@ def test_phase_2_takes_over_the_moments(world, tmp_path):
         fresh = Checkpoints(tmp_path / "fresh", world, keep)
         fresh.save(tiny.engine(cfg, world), state(0, cfg))
         start_engine(third, tmp_path / "fresh", moments=True)
-    expected, unaware = plain_run("split lamb", 10, phase_2=5), plain_run("split lamb", 10)
+    expected, unaware = (plain_run("split lamb", 10, phase_2=step, **SHARED) for step in (5, -1))
     for losses, weights in runs:
         assert losses == pytest.approx(expected["losses"][5:], rel=1e-5)
         assert tiny.distance(weights, expected["weights"]) < 1e-5
@@ -143,7 +144,7 @@ def test_a_rank_may_have_no_element_of_several_groups(world):
 
 def built(name: str, layer: Any) -> Any:
     """An attached optimizer of a linear layer; its weight is one matrix."""
-    layer.matrices = 1
+    layer.matrices = (layer.out_features,)
     optimizer = build_optimizer(OptimizerConfig(name=name, lr=LR), layer)
     optimizer.attach()
     return optimizer
