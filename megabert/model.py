@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megabert.config import ModelConfig, OpsConfig
-from megabert.ops import Ops, Rotation, choose_all, norm, rotation
+from megabert.ops import Ops, Rotation, choose_all, embedding, norm, rotation
 
 # `neighbour_heads`: attention logit at the neighbour. Only columns that rotate by at least SLOWEST rad a position
 # contribute.
@@ -226,7 +226,7 @@ class WordEmbedding(nn.Module):
         """ids -> embeddings [..., D]; hidden [N, D] and labels [N] -> (loss sum, correct), with `groups` (bool [G, N]) both of
         each group too, [G]; hidden -> logits [N, V]."""
         if ids is not None:
-            return F.embedding(ids, self.weight)
+            return embedding(ids, self.weight)
         assert hidden is not None
         weight = self.weight if self.decoder is None else self.decoder
         bias = weight.new_zeros(len(weight)) if self.bias is None else self.bias
@@ -259,9 +259,9 @@ class Embeddings(nn.Module):
         """int32 [B, T] each -> (normed, residual), both [B, T, D]."""
         x = self.word(input_ids)  # (B, T, D)
         if not self.cfg.gated:
-            x = x + F.embedding(position_ids + self.cfg.first_position, self.position)
+            x = x + embedding(position_ids + self.cfg.first_position, self.position)
         if not self.cfg.modern:
-            x = x + (F.embedding(segment_ids, self.segment) if self.cfg.segments > 1 else self.segment)
+            x = x + (embedding(segment_ids, self.segment) if self.cfg.segments > 1 else self.segment)
         p = self.cfg.dropout if self.training else 0.0
         from_norm = self.cfg.norm == "post" or (self.cfg.modern and self.cfg.embedding_norm)
         if not from_norm:  # the norm is the first layer's

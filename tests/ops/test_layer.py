@@ -113,6 +113,23 @@ def test_only_the_norm_is_used(post: bool, used: int) -> None:
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
+@pytest.mark.parametrize("rms", [False, True])
+def test_gradients_of_many_rows_in_bf16_are_those_of_fp32(rms: bool) -> None:
+    """Of an embedding of two rows, and of a norm, over 16,384 positions: torch's own, added up in bf16, are 7 to 70% off."""
+    draw = torch.Generator().manual_seed(4)
+    grad, x = (torch.randn(64, 256, 8, generator=draw).add(mean).bfloat16() for mean in (0.2, 0.0))
+    ids, one = torch.randint(2, (64, 256), generator=draw, dtype=torch.int32), torch.ones(8, dtype=torch.bfloat16)
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        weights = [t.to(dtype, copy=True).requires_grad_() for t in (one.repeat(2, 1), one, 0 * one)]
+        y = ops.embedding(ids, weights[0]) + ops.norm(x.to(dtype), weights[1], None if rms else weights[2], EPS, rms)
+        y.backward(grad.to(dtype))
+        found.append([w.grad.double() for w in weights if w.grad is not None])
+    for one, exact in zip(*found, strict=True):
+        torch.testing.assert_close(one, exact, rtol=0, atol=4e-3 * float(exact.abs().max()))
+    assert len(found[0]) == 3 - rms
+
+
 def test_empty_batches_have_zero_gradients() -> None:
     x, v, w = torch.empty(0, 3, 48, requires_grad=True), *(torch.ones(48, requires_grad=True) for _ in "vw")
     turned = ops.rotate(x, 2, ops.rotation(torch.empty(0, 3, dtype=torch.int32), 8), "native")
