@@ -4,8 +4,10 @@
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "${root:?}/launch/lib.sh"
+set +u # `module load` of many sites reads unset variables
 # shellcheck source=launch/env.sh
 source "$root/launch/env.sh"
+set -u
 
 [ -n "${SLURM_JOB_ID-}" ] || fail "runs as a job of SLURM: sbatch $0"
 for name in MAX_RESTARTS RESTARTS NODES VOCAB; do check "$name" "$NUMBER" "a number"; done
@@ -70,6 +72,11 @@ else
   options=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PROJECT")
 fi
 
+# SLURM_JOB_ID of an array's last task is also the number of the whole array
+this_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+check this_job '[1-9][0-9]{0,9}(_[0-9]{1,10})?' "a job's number" "the job's environment"
+say() { echo "$(date -Is) $*" || true; } # the disk of the log may be full
+
 job=$RUNS/.job-$SLURM_JOB_ID # state of this job across restarts: number of attempts without progress
 mkdir -p "$job"
 
@@ -77,16 +84,16 @@ mkdir -p "$job"
 # in a preemption it sends none to this shell.
 # shellcheck disable=SC2317 # called by a trap
 forward_signal() {
-  echo "$(date -Is) SIG$1 in the batch shell"
+  say "SIG$1 in the batch shell"
   case $1 in USR1 | USR2) kill -USR2 "$2" 2>/dev/null || true ;; esac
 }
 
 # The script's function `progress` prints a text that changes with progress. The file `restarts` has the number of attempts in a
 # row without progress, and the last text.
-remember() { printf '%s\n%s\n' "$1" "$(progress)" >"$job/restarts"; }
+remember() { printf '%s\n%s\n' "$1" "$(progress)" >"$job/restarts" || exit 4; }
 
 # job_field NAME: a field of `scontrol show job`; nothing without scontrol
-job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null | sed -nE "s/.* $1=([^ ]*).*/\1/p" || true; }
+job_field() { scontrol --oneliner show job "$this_job" 2>/dev/null | sed -nE "s/.* $1=([^ ]*).*/\1/p" || true; }
 
 job_nodes() { scontrol show hostnames "$(job_field NodeList)" 2>/dev/null; }
 
@@ -139,12 +146,12 @@ drop_failed() {
     if [ "$node" = "${SLURMD_NODENAME:-}" ] || ! has "$node" "${failed[@]}"; then keep+=("$node"); else lost+=("$node"); fi
   done
   [ "${#keep[@]}" -ge "$NODES" ] && [ "${#keep[@]}" -lt "${#all[@]}" ] || return 1
-  (cd "$job" && scontrol update JobId="$SLURM_JOB_ID" NodeList="$(IFS=, && echo "${keep[*]}")") >/dev/null || return 1
-  echo "$(date -Is) given back, because they do not answer: ${lost[*]}"
+  (cd "$job" && scontrol update JobId="$this_job" NodeList="$(IFS=, && echo "${keep[*]}")") >/dev/null || return 1
+  say "given back, because they do not answer: ${lost[*]}"
 }
 
 # on_nodes: whether the ranks' job step is still running on a node
-on_nodes() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null | grep -qE '\.[0-9]+ *$'; }
+on_nodes() { squeue --noheader --steps --jobs="$this_job" --format=%i 2>/dev/null | grep -qE '\.[0-9]+ *$'; }
 
 # wait_for_lost_node: wait until the ranks' step has ended on all nodes, or the lost nodes are given back; false if SLURM ends
 # this job, or at a signal. srun returns although the step remains on a node that does not respond. If the job is requeued in this
@@ -158,7 +165,7 @@ wait_for_lost_node() {
     on_nodes || return 0
     if [ "$waited" = 5 ]; then
       if drop_failed; then return; fi
-      echo "$(date -Is) a node does not answer: waiting until SLURM marks it as down"
+      say "a node does not answer: waiting until SLURM marks it as down"
     fi
     rest 1
   done
@@ -174,12 +181,12 @@ requeue() {
   count=$(sinfo --noheader --Node --partition="$partition" --states=idle,mixed,allocated,completing --format=%N 2>/dev/null |
     sort -u | grep -cvxF "$(scontrol show hostnames "$out" 2>/dev/null)") || true
   trap '' TERM # which the requeue sends
-  scontrol requeue "$SLURM_JOB_ID" || return 1
+  scontrol requeue "$this_job" || return 1
   if [ "${#named[@]}" = 0 ]; then return; fi
   if [ "${count:-0}" -lt "$SLURM_JOB_NUM_NODES" ]; then
-    echo "$(date -Is) not left out: ${named[*]}; $partition has too few others"
-  elif scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$out"; then # possible only for a pending job
-    echo "$(date -Is) left out from now on: ${named[*]}"
+    say "not left out: ${named[*]}; $partition has too few others"
+  elif scontrol update JobId="$this_job" ExcNodeList="$out"; then # possible only for a pending job
+    say "left out from now on: ${named[*]}"
   fi
 }
 
@@ -204,14 +211,14 @@ run_or_restart() {
   choose_nodes
   for ((within = 1; ; within++)); do
     if [ "${#nodes[@]}" -gt 0 ] && [ "${#nodes[@]}" -lt "$NODES" ]; then # srun would wait for the lost ones
-      echo "$(date -Is) $what: ${#nodes[@]} of $NODES nodes are left"
+      say "$what: ${#nodes[@]} of $NODES nodes are left"
       ended=4
       break
     fi
     attempt "$job/ranks" forward_signal "$@"
     case $ended in
       0) return ;;
-      2 | 3) echo "$(date -Is) $what ended with $ended: a restart would not help" && exit "$ended" ;;
+      2 | 3) say "$what ended with $ended: a restart would not help" && exit "$ended" ;;
     esac
     name_nodes
     # Before a time limit this shell gets USR2. Without it, a job that is completing while this shell runs is ended by SLURM,
@@ -219,18 +226,18 @@ run_or_restart() {
     answered=yes
     wait_for_lost_node || answered=
     if [ "$stopping" != USR2 ] && ends_itself; then
-      echo "$(date -Is) $what ended with $ended: SLURM ends this job itself, because it was cancelled or lost a node" && exit "$ended"
+      say "$what ended with $ended: SLURM ends this job itself, because it was cancelled or lost a node" && exit "$ended"
     fi
     count_attempt "$what"
     if [ -z "$stopping" ]; then before_restart "$count"; fi
     if [ "$ended" != 4 ] || [ -n "$stopping" ] || [ -z "$answered" ] || [ "$within" -gt "$RESTARTS" ]; then break; fi
     choose_nodes
-    echo "$(date -Is) $what ended with 4, failed nodes: ${failed[*]:-none named}${slow[*]:+, slow nodes: ${slow[*]}};" \
+    say "$what ended with 4, failed nodes: ${failed[*]:-none named}${slow[*]:+, slow nodes: ${slow[*]}};" \
       "restart $within of $RESTARTS in this job on ${nodes[*]:-its nodes}; attempts in a row without progress: $count"
   done
-  echo "$(date -Is) $what ended with $ended: requeued; attempts in a row without progress: $count"
+  say "$what ended with $ended: requeued; attempts in a row without progress: $count"
   if ! requeue; then
-    echo "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"
+    say "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"
     # Before a time limit this shell gets USR2, in a preemption no signal. SLURM requeues a preempted job only if it has to end it,
     # not if the job exits.
     if [ -z "$stopping" ]; then sleep "$HOLD" & wait $!; fi

@@ -57,7 +57,7 @@ forward_signal() { # to the command itself if it has no ranks here: it is one pr
   echo "keep.sh: SIG$1, passed on to $(wc -w <<<"${pids:-$2}") process(es) of this host" >&2 || true
 }
 
-exits=$(mktemp -d)
+exits=$(mktemp -d) || exit 4 # a full disk
 trap 'rm -rf "$exits"' EXIT
 restarts=0
 checkpoint=$(progress)

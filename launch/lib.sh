@@ -61,15 +61,24 @@ check_rendezvous() { # check the variables of the rendezvous, which may be unset
   done
 }
 
+check_stop() { # check the options of a script that trains two phases, each with the same ones
+  [[ " $*" != *" --stop"* ]] || fail "--stop-after: phase 2 would start from an unfinished phase 1; set schedule.total_steps instead"
+}
+
 # attempt FOLDER FORWARD command…: run the command and set `ended`. Each rank writes its exit code to FOLDER, because launchers
 # change or lose it. At a signal, set `stopping`, call FORWARD <signal> <pid>, and continue to wait for the command.
 attempt() {
-  local folder=$1 forward=$2 status=0 child signal
+  local folder=$1 forward=$2 status=0 child signal exits
   shift 2
   rm -rf "$folder"
-  mkdir -p "$folder"
+  # another one each time: ranks that outlived the last attempt's launcher do not report to this one
+  mkdir -p "$folder" && exits=$(mktemp -d "$folder/XXXXXX") || exit 4
+  if [ -n "$stopping" ]; then # since the last attempt, such as between two phases
+    ended=85
+    return
+  fi
   set -m # a process group of its own: Ctrl-C reaches this script alone, and launchers kill their ranks at it
-  MEGABERT_EXIT_DIR=$folder "$@" </dev/null &
+  MEGABERT_EXIT_DIR=$exits "$@" </dev/null &
   child=$!
   set +m
   for signal in USR1 USR2 TERM INT HUP; do

@@ -18,9 +18,10 @@ check PET_MASTER_PORT "$NUMBER" "a port" "the environment"
 if [ "${1-}" != --run ] || [ -z "${2-}" ]; then fail "launch/phases.sh: which --run FOLDER?"; fi
 runs=$2
 shift 2
+if [ -n "$PHASE2" ]; then check_stop "$@"; fi
 
 # before there are ranks, keep.sh signals this script
-trap 'kill -USR2 "${!:-}" 2>/dev/null || true' USR2
+trap 'kill -USR2 "${!:-}" 2>/dev/null || exit 85' USR2
 phase() { # NUMBER PRESET LENGTH [override…]
   PET_MASTER_PORT=$((PET_MASTER_PORT + $1 - 1)) torchrun -- megabert/train.py --config "$2" --data "${DATA%/}/seq$3" \
     --run "$runs/phase$1" "checkpoint.mirror=${MIRROR%/}/phase$1" "data.cache_dir=$CACHE" "${@:4}" &

@@ -145,6 +145,13 @@ def test_a_launcher_that_inherits_a_rank_is_not_signalled(inherited, tmp_path) -
     assert (tmp_path / "saved").exists()
 
 
+def test_ranks_that_outlive_their_launcher_do_not_count_later(tmp_path) -> None:
+    orphan = "(until [ -e again ]; do sleep 0.05; done; echo 4 >$MEGABERT_EXIT_DIR/1; touch over)"
+    again = "touch again; until [ -e over ]; do sleep 0.05; done; echo 0 >$MEGABERT_EXIT_DIR/0"
+    act = f"cd {tmp_path}; if [ -e first ]; then {again}; else touch first; {orphan} & exit 1; fi"
+    end(start("sh", "-c", act, "sham", "--run", tmp_path, RESTART_WAIT="0", MAX_RESTARTS="1"), 0)
+
+
 def test_the_run_folder_is_found_however_spelled(tmp_path) -> None:
     for words in (["--run", tmp_path], [f"--run={tmp_path}"]):
         process = start("sh", "-c", "exit 4", "sham", *words, "--data", "D", MAX_RESTARTS="0")
@@ -171,6 +178,10 @@ def test_nobody_who_reads_the_output_ends_it(tmp_path) -> None:
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait(60) == 4 and len(list(tmp_path.glob("start-*"))) == 1
+
+
+def test_a_temporary_folder_that_cannot_be_made_is_a_fault(tmp_path) -> None:
+    end(start("true", "--run", tmp_path, TMPDIR=str(tmp_path / "none")), 4)
 
 
 def test_a_mistake_is_one_line() -> None:

@@ -18,7 +18,13 @@ PRETRAIN, PREP = "launch/pretrain_large.slurm", "launch/prep.slurm"
 
 
 def submit(
-    script: str, folder: Path, *arguments: str, code: int = 0, runs: str = 'exec "$@"', **env: object
+    script: str,
+    folder: Path,
+    *arguments: str,
+    code: int = 0,
+    runs: str = 'exec "$@"',
+    log: object = subprocess.PIPE,
+    **env: object,
 ) -> subprocess.CompletedProcess[str]:
     """`sbatch script arguments…` with this environment's python in place of the site's; `runs`: what srun does in the end."""
     tools = folder / "tools"
@@ -30,8 +36,9 @@ def submit(
     site |= {"SLURM_PROCID": "0"}  # the batch shell has it too, and is not a rank
     site |= MPI_AS_ROOT | {"RUNS": str(folder / "my runs")} | {name: str(value) for name, value in env.items()}
     command = ["bash", str(ROOT / script), *arguments]
-    done = subprocess.run(command, cwd=folder, env=os.environ | site, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stdout + done.stderr
+    streams = {"stdout": log, "stderr": subprocess.PIPE}
+    done = subprocess.run(command, cwd=folder, env=os.environ | site, text=True, timeout=300, **streams)
+    assert done.returncode == code, (done.stdout or "") + done.stderr
     return done
 
 
@@ -74,6 +81,46 @@ def test_odd_value_is_one_line_that_names_it(name, value, tmp_path) -> None:
     missing = f"/none/bin/python is missing: run make venv in {ROOT}, or set VENV in launch/env.sh"
     assert name != "VENV" or line.endswith(missing), line
     assert not list(tmp_path.rglob("owned")) and not (ROOT / "owned").exists()
+
+
+@pytest.mark.parametrize(("words", "values", "said"), [
+    (["--stop-after=5"], {}, "--stop-after: phase 2 would start from an unfinished phase 1"),
+    ([], {"NODES": "1", "SLURM_JOB_NUM_NODES": "2"}, "NODES=1 of the job's 2 nodes have no whole number of its 1 tasks"),
+])  # fmt: skip
+def test_jobs_that_would_train_wrongly_are_refused(words, values, said, dataset, tmp_path) -> None:
+    done = submit(PRETRAIN, tmp_path, *words, code=2, runs="exit 0", DATA_128=dataset, DATA_512=dataset, **values)
+    assert said in done.stderr and "srun" not in done.stdout, done
+
+
+def test_modules_may_read_unset_variables(tmp_path) -> None:
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "megabert").mkdir()
+    (tmp_path / "megabert/train.py").touch()
+    with (tmp_path / "launch/env.sh").open("a") as file:
+        file.write('module() { export OLD="$OF_NO_SITE"; }\nmodule load cuda\n')
+    done = submit(PRETRAIN, tmp_path, code=2, PROJECT=tmp_path)
+    assert "manifest.json is missing" in done.stderr
+
+
+BOTH_PHASES = {"PHASE1": "tiny", "PHASE2": "tiny", "RESTART_WAIT": "0"}
+
+
+def test_a_signal_between_phases_starts_no_phase(dataset, tmp_path) -> None:
+    last = 'trap "" USR2; kill -USR2 $PPID; sleep 0.5; echo 0 >"$MEGABERT_EXIT_DIR/0"'
+    done = submit(PRETRAIN, tmp_path, code=85, runs=last, DATA_128=dataset, DATA_512=dataset, **BOTH_PHASES)
+    assert done.stdout.count("srun: ") == 1 and "ended with 85: requeued" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(("runs", "starts", "code"), [
+    ('trap "echo 85 >\'$MEGABERT_EXIT_DIR/0\'; exit 85" USR2; kill -USR2 $PPID; sleep 9 & wait', 1, 85),
+    ('echo 4 >"$MEGABERT_EXIT_DIR/0"; exit 1', 2, 4),
+])  # fmt: skip
+def test_a_full_disk_of_the_log_loses_nothing(runs, starts, code, dataset, tmp_path) -> None:
+    runs = f"echo >>{tmp_path}/starts\n{runs}"
+    with open("/dev/full", "w") as full:
+        values = BOTH_PHASES | {"DATA_128": dataset, "DATA_512": dataset, "MAX_RESTARTS": 1}
+        submit(PRETRAIN, tmp_path, code=code, runs=runs, log=full, **values)
+    assert (tmp_path / "starts").read_text().count("\n") == starts
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])

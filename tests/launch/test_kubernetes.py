@@ -206,6 +206,15 @@ def test_a_stop_before_there_are_ranks_leaves_no_process(tmp_path: Path) -> None
     wait_until(lambda: not is_alive(int(file.read_text().strip(".\n"))))
 
 
+def test_a_stop_between_the_phases_starts_no_phase(tmp_path: Path) -> None:
+    (tmp_path / "torchrun").write_text(f"#!/bin/sh\necho >>{tmp_path}/starts\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    env = {"DATA": "s3://a", "MIRROR": "s3://b", "CACHE": "/c", "PET_MASTER_PORT": "29500"}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BASH_FUNC_wait%%": '() { builtin wait "$@"; kill -USR2 $$; }'}
+    done = subprocess.run([ROOT / "launch/phases.sh", "--run", tmp_path], env=os.environ | env, timeout=60)
+    assert done.returncode == 85 and (tmp_path / "starts").read_text() == "\n"
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_pods_go_on_after_lost_disks_and_drains(dataset: Path, tmp_path: Path, proxy: Proxy) -> None:

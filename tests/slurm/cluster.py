@@ -177,17 +177,17 @@ class Cluster:
         """`sbatch arguments…` in folder `cwd`; gives the job's number."""
         return int(self.run("sbatch", "--parsable", *arguments, cwd=cwd, **env))
 
-    def job(self, number: int) -> dict[str, str]:
+    def job(self, number: int | str) -> dict[str, str]:
         """What `scontrol show job` says, by field."""
         shown = self.run("scontrol", "--oneliner", "show", "job", str(number))
         return dict(re.findall(r"(\w+)=(\S+)", shown))
 
-    def wait(self, number: int, what: Callable[[dict[str, str]], bool], timeout: float) -> dict[str, str]:
+    def wait(self, number: int | str, what: Callable[[dict[str, str]], bool], timeout: float) -> dict[str, str]:
         """The job once `what(job)` holds; fails with its last state after `timeout` seconds."""
         wait_until(lambda: what(self.job(number)), timeout, lambda: self.job(number))
         return self.job(number)
 
-    def ended(self, number: int, timeout: float = 120) -> str:
+    def ended(self, number: int | str, timeout: float = 120) -> str:
         """The job's state once it is over."""
         over = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
         return self.wait(number, lambda job: job["JobState"] in over, timeout)["JobState"]
@@ -197,7 +197,7 @@ class Cluster:
         shown = ("sinfo", "-h", "-N", "-n", node, "-p", "main", "-o", "%T")
         wait_until(lambda: self.run(*shown).startswith("down"), timeout, lambda: self.run(*shown))
 
-    def restarted(self, number: int, count: int, timeout: float = 120) -> dict[str, str]:
+    def restarted(self, number: int | str, count: int, timeout: float = 120) -> dict[str, str]:
         """The job once it runs for the `count`-th time after its first start."""
         return self.wait(number, lambda job: job["JobState"] == "RUNNING" and int(job["Restarts"]) == count, timeout)
 

@@ -286,6 +286,23 @@ def test_a_cancelled_job_stays_cancelled(cluster, dataset, tmp_path) -> None:
     assert "requeued" not in job.log and cluster.job(job.number)["Restarts"] == "0"
 
 
+@pytest.mark.slow
+def test_a_task_of_an_array_requeues_itself_alone(cluster, dataset, tmp_path) -> None:
+    """The last task has the number of the array."""
+    job = Job(cluster, tmp_path, dataset, "--array=1-2%1", steps=100_000)
+    tasks = [f"{job.number}_{task}" for task in (1, 2)]
+    first = cluster.wait(tasks[0], lambda task: task["JobState"] == "RUNNING", 60)
+    job.number = int(first["JobId"])
+    job.trained(3)
+    cluster.run("scancel", tasks[0])
+    assert cluster.ended(tasks[0]) == "CANCELLED"
+    cluster.wait(tasks[1], lambda task: task["JobState"] == "RUNNING", 60)
+    job.trained(max(job.losses()) + 3)
+    cluster.run("scancel", "--batch", "--signal=USR2", tasks[1])
+    assert cluster.restarted(tasks[1], 1)["ArrayTaskId"] == "2"
+    assert cluster.ended(tasks[0]) == "CANCELLED"
+
+
 @pytest.mark.parametrize("script", ["pretrain_large", "prep"])
 def test_slurm_accepts_both_scripts_as_they_are(script, cluster) -> None:
     command = ["sbatch", "--test-only", "-N", "2", f"launch/{script}.slurm"]
