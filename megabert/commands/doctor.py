@@ -11,8 +11,12 @@ needs affect the exit code; others cost speed or a feature.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import platform
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -90,12 +94,30 @@ def machine() -> list[Finding]:
     ]
 
 
+def unmet(name: str) -> str:
+    """The requirement of megabert that an installed package's version does not meet, as `torch>=2.11`; "" if there is none."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # megabert is not installed, but a clone
+        for line in importlib.metadata.requires("megabert") or []:
+            if re.match(rf"{name}[<>=]", line):
+                least, above = (re.search(rf"{sign}([\d.]+)", line) for sign in (">=", "<"))
+                own = _release(version(name) or "")
+                if (least and own < _release(least[1])) or (above and own >= _release(above[1])):
+                    return line
+    return ""
+
+
+def _release(text: str) -> list[int]:
+    """The first three numbers of a version, without a local part such as `+cpu`."""
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:3]]
+
+
 def packages() -> Iterator[Finding]:
     """Packages that training requires, and optional ones."""
     for name in NEEDED:
         works, message = probe(f"import {name}")
         value = (version(name) or "no version") if works else message if version(name) else "not installed"
-        fix = "" if works else f"make venv, or pip install {name}"
+        wanted = unmet(name) if works else name
+        fix = wanted and f"make venv, or pip install {shlex.quote(wanted)}"
         yield finding("packages", name, value, fix, otherwise="missing")
     for name, use in USEFUL.items():
         fix = "" if version(name) else f"pip install {name} to {use}"

@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import ipaddress
+import math
 import os
 import platform
 import re
@@ -82,8 +83,15 @@ def nvidia_driver() -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use, in a container or under taskset fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: under taskset, or by a container's limit (`docker --cpus`), fewer than the machine has."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = match_in(f"{control_group()}/cpu.max", r"(\d+ \d+)").partition(" ")  # microseconds
+    return min(allowed, math.ceil(int(quota) / int(period))) if quota else allowed
+
+
+def control_group() -> str:
+    """Folder of this process' control group (version 2)."""
+    return "/sys/fs/cgroup" + match_in("/proc/self/cgroup", r"0::(/\S*)")
 
 
 def host_name() -> str:
@@ -132,8 +140,7 @@ def limit_openmp_spinning() -> None:
 def cpu_pressure_seconds() -> float | None:
     """Seconds so far in which a process of this control group, or of the machine, was ready and had no core; None without the
     kernel's pressure stall information."""
-    group = match_in("/proc/self/cgroup", r"0::(/\S*)")
-    files = (f"/sys/fs/cgroup{group}/cpu.pressure", "/proc/pressure/cpu")
+    files = (f"{control_group()}/cpu.pressure", "/proc/pressure/cpu")
     totals = (match_in(file, r"some .*total=(\d+)") for file in files)
     return next((int(total) / 1e6 for total in totals if total), None)
 

@@ -63,6 +63,18 @@ def test_without_torch_training_cannot_run_and_nothing_crashes(monkeypatch, caps
     assert out.splitlines()[-1].startswith("training cannot run here; missing: torch")
 
 
+def test_a_version_out_of_range_is_missing(monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda code: (True, ""))
+    own = {"torch": "2.10.1+cu128", "deepspeed": "0.20.0", "numpy": "1.26", "pydantic": "2.14.3rc1"}
+    monkeypatch.setattr(doctor, "version", lambda name: own.get(name, "99"))
+    lines = {line.name: line for line in doctor.packages()}
+    assert (
+        lines["torch"].state == lines["deepspeed"].state == "missing"
+        and "pip install 'torch>=2.11'" in lines["torch"].fix
+    )
+    assert {lines[name].state for name in ("numpy", "pydantic", "tqdm")} == {"ok"}
+
+
 def test_a_probe_survives_what_it_probes() -> None:
     assert doctor.probe("print('first'); print('last')") == (True, "last")
     refused = (False, "ModuleNotFoundError: No module named 'no_such_module'")

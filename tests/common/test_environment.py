@@ -49,6 +49,16 @@ def test_addresses_of_an_unknown_family_are_passed_over(monkeypatch: pytest.Monk
     assert environment.address_to_bind("127.0.0.1") == "127.0.0.1"
 
 
+@pytest.mark.parametrize(
+    ("limit", "found"), [("max 100000", 4), ("50000 100000", 1), ("150000 100000", 2), ("900000 100000", 4)]
+)
+def test_cores_are_at_most_those_of_the_container(limit, found, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/self/cgroup": "1:cpu:/\n0::/box\n", "/sys/fs/cgroup/box/cpu.max": f"{limit}\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    assert environment.cores() == found
+
+
 def test_pressure_that_the_kernel_does_not_measure_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is there, and reading it fails."""
 
