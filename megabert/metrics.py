@@ -6,7 +6,6 @@ device (a norm, say) one line in `measured`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -202,9 +201,8 @@ class PretrainingMeter(Meter):
         return values
 
 
-def first_line(objective: str, result: UpdateResult, started: float, interval: int) -> str:
-    """The terminal's line of the first update, which `started` at this time."""
-    seconds = time.perf_counter() - started
+def first_line(objective: str, result: UpdateResult, seconds: float, interval: int) -> str:
+    """The terminal's line of the first update, which took `seconds`."""
     loss = float(result.host_loss)
     return f"step       1  {objective} loss {loss:.4f}  in {seconds:.1f} s; a line every {interval} updates"
 

@@ -123,7 +123,7 @@ class Trainer:
         self.watchdog.training_started()
         self.start()
         while not self.schedule.over and not self.stopping:
-            started = time.perf_counter()
+            started = self.watchdog.clock()
             update, lr, result = self.train_update()
             if self.after_update(update, result, started):
                 self.judge.judge(self.state)
@@ -133,8 +133,8 @@ class Trainer:
             if logged := bool(self.schedule.limit or self.line_due):
                 self.write_log_line(lr)
             elif self.state.step == 1:
-                log.info(first_line(update.objective, result, started, self.config.log.interval))
-            self.stop.record_update(time.perf_counter() - started)
+                log.info(first_line(update.objective, result, self.state.seconds, self.config.log.interval))
+            self.stop.record_update(self.watchdog.clock() - started)
             if self.schedule.limit or self.workload.evaluation_due(self.state.step):
                 self.evaluate_if_time_allows()
                 if self.schedule.limit and not logged:  # out of patience
@@ -194,7 +194,7 @@ class Trainer:
         reading = self.save_due or self.schedule.reading_due(step, len(self.judge.pending), copied)
         if reading:
             float(result.host_applied)  # synchronise, so that `seconds` includes the device's work on this update
-        seconds = time.perf_counter() - started
+        seconds = self.watchdog.clock() - started
         self.state.step, self.state.cursor = step, update.step + 1
         self.newest = PendingUpdate(step, update.step, update.epoch, update.row_ids.tolist(), update.objective, result)
         self.judge.pending.append(self.newest)

@@ -51,6 +51,7 @@ GAPS = 3  # the limit is at least this multiple of the longest observed time wit
 TICK = 1.0  # seconds between heartbeats
 # Seconds without a heartbeat after which a rank counts as stopped, once the limit is exceeded.
 SILENT_SECONDS = 5.0
+SUSPENDED_SECONDS = 10.0  # seconds without a tick after which the process itself was suspended
 LOST_SECONDS = 12.0  # seconds without a heartbeat after which a rank on another host counts as lost
 # Ticks after which a missing process counts as dead; its last heartbeat may still say that it ended normally.
 GONE_TICKS = 2
@@ -115,6 +116,10 @@ class Watchdog:
         # Mean round trip to the store in seconds over the last ROUND_TRIPS since `training_started`, and their number.
         self.round_trip, self._round_trips = 0.0, 0
         self.started = False  # all ranks have started their watchdogs
+        self._ticked = (
+            0.0,
+            0.0,
+        )  # time of the newest tick of `_judge`, and seconds for which the process was suspended until then
         self._failed = self._unreachable = self._good = self._closing = False
         self._leaving, self._left = threading.Event(), threading.Event()
         self._heartbeats: dict[int, dict[str, Any]] = {}
@@ -135,6 +140,7 @@ class Watchdog:
             self._store = dist.TCPStore(*world.master, is_master=False, wait_for_workers=False, timeout=timeout)
         self._send_heartbeat()
         world.barrier()  # every rank's first heartbeat is in the store
+        self._ticked = time.perf_counter(), 0.0
         for function in (self._exchange, self._judge):
             threading.Thread(target=function, name=f"watchdog {function.__name__}", daemon=True).start()
         self.started = True
@@ -144,6 +150,12 @@ class Watchdog:
         run."""
         self._finished += 1
         self._step = self._step if step is None else step
+
+    def clock(self) -> float:
+        """Seconds, as `time.perf_counter` has them, without those in which the process was suspended (SIGSTOP, `scontrol suspend`, a
+        paused container)."""
+        (ticked, suspended), now = self._ticked, time.perf_counter()
+        return now - suspended - (_suspended(now - ticked) if self.started else 0.0)
 
     def training_started(self) -> None:
         """Training starts: measure the times between signs of progress from now on."""
@@ -233,10 +245,11 @@ class Watchdog:
     # -- verdicts: never access the store ------------------------------------------------------------------------------
 
     def _judge(self) -> None:
-        seen, answered, last = self._finished, self._answers, time.monotonic()
+        seen, answered, last = self._finished, self._answers, time.perf_counter()
         while not self._leaving.is_set():
             time.sleep(TICK)
-            now = time.monotonic()
+            now = time.perf_counter()
+            self._ticked = now, self._ticked[1] + _suspended(now - last)
             elapsed, last = min(now - last, 2 * TICK), now
             # one consistent reading for this tick, the limit first: progress in between must not lower the limit of
             # this tick
@@ -323,6 +336,11 @@ class Watchdog:
                 time.sleep(READERS_SECONDS)
         finally:  # exit also if files could not be written
             os._exit(record_exit_code(FAILED, verdict.hosts))
+
+
+def _suspended(gap: float) -> float:
+    """Seconds of a `gap` between ticks in which the process was suspended. A library may also hold Python's lock for some."""
+    return gap - 2 * TICK if gap > SUSPENDED_SECONDS else 0.0
 
 
 def _all(peers: list[Peer], reason: str) -> dict[int, str]:

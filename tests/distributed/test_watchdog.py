@@ -235,3 +235,22 @@ def test_limit_is_longer_before_and_after_training(tmp_path) -> None:
     assert 15 * 60 < dog._limit < 20 * 60  # before the time-out of the collective in which the others wait
     dog.training_started()  # the next of several fine-tuning runs
     assert dog._limit == 8.0
+
+
+def test_clock_stands_still_while_suspended(tmp_path, monkeypatch) -> None:
+    dog, now = Watchdog(World(0, 0, 1, torch.device("cpu"), "gloo", "single"), tmp_path, 0), [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    dog._ticked, dog._peers, dog.started = (100.0, 0.0), [Peer(0, "", "", os.getpid())], True
+    before, now[0] = dog.clock(), 101.0
+    assert dog.clock() - before == 1.0
+    now[0] = 3700.0  # an hour later the main thread may run before `_judge`
+    assert dog.clock() - before == 2.0
+
+    def sleep(seconds: float) -> None:
+        now[0] = 3700.0
+        dog._leaving.set()
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    now[0] = 100.0
+    dog._judge()
+    assert now[0] == 3700.0 and dog.clock() - before == 2.0
