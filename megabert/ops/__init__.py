@@ -23,7 +23,8 @@ from megabert.ops.backend import (
     obstacles,
 )
 from megabert.ops.bias_gelu import bias_geglu, bias_gelu, bias_silu
-from megabert.ops.dropout_add_layer_norm import dropout, dropout_add_layer_norm, embedding, norm
+from megabert.ops.dropout_add_layer_norm import dropout, dropout_add_layer_norm, norm
+from megabert.ops.embedding import embedding
 from megabert.ops.mlm_loss import mlm_logits, mlm_loss, mlm_losses
 from megabert.ops.rotary import Rotation, rotate, rotation
 from megabert.ops.softmax_mask import fused_softmax_mask

@@ -29,8 +29,8 @@ def test_two_ranks_train_restart_and_halve(tmp_path) -> None:
     assert rows["sync: collectives"] == 1 and rows["sync: collective bytes"] % (3 * 8) == 0
     # two files and a note
     assert rows["save: opened: run, another rank"] == 3 < rows["save: opened: run, rank 0"]
-    # each file is opened twice by the one rank that hashes it, and again for its tensors
-    assert rows["restart: opened: run, another rank"] == 6 and rows["restart: opened: safetensors"] == 4
+    # each file is opened twice by the one rank that hashes it, and again for its tensors; the owner's lock by each
+    assert rows["restart: opened: run, another rank"] == 7 and rows["restart: opened: safetensors"] == 4
     assert rows["start: processes started, another rank"] == 0
 
 

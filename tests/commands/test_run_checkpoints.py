@@ -232,7 +232,7 @@ def test_failing_hubs_are_class_4_without_the_token(model_hub: Hub, tmp_path: Pa
     def fail(method: str, path: str) -> int | None:
         asked.append(path)
         # not one of those that the library itself repeats for a minute
-        return 501 if "/large/" in path else None
+        return 507 if "/large/" in path else None
 
     model_hub.fault = fail
     for gone in (False, True):

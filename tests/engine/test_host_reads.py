@@ -37,6 +37,7 @@ OPERATIONS = {  # each has a result that the host needs
     aten.repeat_interleave,
     aten.bincount,
 }
+ON_CPUS_ALONE = {"embedding.py": "backward"}  # `adds_in_16_bits`
 METHODS = ("tolist", "cpu")  # no operations where the tensor is on the CPU; `numpy` refuses one on a device
 
 
@@ -55,7 +56,9 @@ class HostReads(TorchDispatchMode):
     def add(self, what: str) -> None:
         frames = traceback.extract_stack()
         inside = [f for f in frames if "/torch/" not in f.filename and "host_reads" not in f.filename]
-        self.found[f"{what} in {inside[-1].filename.rsplit('/', 1)[-1]}:{inside[-1].name}"] += 1
+        file, function = inside[-1].filename.rsplit("/", 1)[-1], inside[-1].name
+        if ON_CPUS_ALONE.get(file) != function:
+            self.found[f"{what} in {file}:{function}"] += 1
 
     def __enter__(self) -> HostReads:
         self._undo = contextlib.ExitStack()
