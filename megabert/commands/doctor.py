@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from megabert.common import environment
@@ -194,14 +195,16 @@ def cluster(folder: Path, as_json: bool) -> int:
     import torch
 
     from megabert.commands import preflight
+    from megabert.distributed import ranks as meeting
     from megabert.distributed import session
-    from megabert.distributed.ranks import raise_on_all_ranks
     from megabert.engine.ceiling import matmul_tflops
 
     def command(ranks: session.Session) -> int:
+        # a rank that failed before it met the others never comes
+        meeting.TIMEOUT = timedelta(seconds=PREFLIGHT_SECONDS)
         ranks.join()
         there = folder.is_dir()
-        raise_on_all_ranks(
+        meeting.raise_on_all_ranks(
             ranks.world, "" if there else f"--folder {folder}: no such folder", OK if there else USER_ERROR
         )
         device = ranks.world.device

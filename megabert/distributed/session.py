@@ -40,21 +40,21 @@ class Session:
         self.world: World = ranks.discover()
         self.watchdog: Watchdog | None = None
         self.errors_may_differ = False  # if they may, every rank prints its error
+        self.joins = False  # from `join` on
         logs.setup(self.world.rank)
 
     @property
     def prints_errors(self) -> bool:
-        """Whether this rank prints its error. While a run is being opened most errors are the same on all ranks, and only the first
-        rank of each node prints."""
-        return (
-            self.world.is_main or self.errors_may_differ or (self.watchdog is not None and self.world.local_rank == 0)
-        )
+        """Whether this rank prints its error. Before `join` errors are the same on all ranks; while a run is being opened most are, and
+        only the first rank of each node prints."""
+        return self.world.is_main or self.errors_may_differ or (self.joins and self.world.local_rank == 0)
 
     def join(self, deadline: float | None = None) -> Stop:
         """Start the process group. From then on a signal, or the `deadline` (seconds since the epoch), requests a stop.
 
         A collective. Raises ValueError if torch does not see this machine's GPU, rather than train on the CPU.
         """
+        self.joins = True
         if problem := ranks.explain_unused_gpu():
             raise ValueError(problem)
         raise_descriptor_limit()

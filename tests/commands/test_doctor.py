@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.hardware import free_port
 from megabert import config
 from megabert.commands import doctor
 from megabert.commands.doctor import Finding
@@ -20,6 +21,19 @@ from tests.integration.conftest import ROOT, command
 
 FACTS = {"torch": "2.13.0", "numpy": "2.4.6", "megabert": "abc", "kernel": "6.1", "device": "H100, 80 GiB"}
 WORLD = World(0, 0, 8, torch.device("cpu"), "nccl", "srun")
+
+
+def test_a_cluster_without_rank_0_is_reported_soon() -> None:
+    code = "from megabert.commands import doctor; doctor.PREFLIGHT_SECONDS = 1.0; exit(doctor.main(['--cluster']))"
+    peer = {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    done = command("-c", code, timeout=100, **peer)
+    assert done.returncode == 4 and "rank 1 cannot connect to the other ranks at 127.0.0.1:" in done.stderr
 
 
 def test_this_machine_is_reported_as_it_is() -> None:

@@ -19,7 +19,6 @@ from megabert.common.errors import FAILED, OK, USER_ERROR
 from megabert.data.loader import Loader
 from megabert.data.shards import Dataset
 from megabert.distributed import session
-from megabert.distributed.watchdog import Watchdog
 from tests.helpers.forked import ROOT, environments
 from tests.helpers.job import SMALL
 from tests.helpers.ranks import CONTEXT
@@ -75,12 +74,11 @@ def test_a_second_open_run_is_refused(tmp_path: Path, own_signals: None, capsys)
     assert "error: another run is open in this process" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("local_rank", "watched", "printed"), [(0, True, 1), (1, True, 0), (0, False, 0)])
-def test_mistake_at_the_opening_is_printed_once_a_node(local_rank, watched, printed, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(("local_rank", "joins", "printed"), [(0, True, 1), (1, True, 0), (0, False, 0)])
+def test_mistake_at_the_opening_is_printed_once_a_node(local_rank, joins, printed, capsys) -> None:
     def command(ranks: session.Session) -> int:
         ranks.world = replace(ranks.world, rank=8, local_rank=local_rank, size=16)
-        if watched:
-            ranks.watchdog = Watchdog(ranks.world, tmp_path, 0)
+        ranks.joins = joins
         raise ValueError("init_from=here: no such folder")
 
     assert session.run(command) == USER_ERROR
