@@ -111,9 +111,7 @@ def find(url: str) -> list[Object]:
     try:
         if url.startswith(WEB) and not url.endswith("/") and not glob_folder(url):
             return [stat(url)]
-        if (
-            glob_folder(url) and not url.startswith(WEB) and exists(url)
-        ):  # as of local paths, whose names may have brackets
+        if glob_folder(url) and not url.startswith(WEB) and exists(url):  # a name with brackets, as of local paths
             return [stat(url)]
         found = request(url, lambda: _list(system, path, url))
     except FileNotFoundError:  # no such bucket

@@ -116,10 +116,8 @@ class Watchdog:
         # Mean round trip to the store in seconds over the last ROUND_TRIPS since `training_started`, and their number.
         self.round_trip, self._round_trips = 0.0, 0
         self.started = False  # all ranks have started their watchdogs
-        self._ticked = (
-            0.0,
-            0.0,
-        )  # time of the newest tick of `_judge`, and seconds for which the process was suspended until then
+        # Time of the newest tick of `_judge`, and seconds for which the process was suspended until then.
+        self._ticked = 0.0, 0.0
         self._failed = self._unreachable = self._good = self._closing = False
         self._leaving, self._left = threading.Event(), threading.Event()
         self._heartbeats: dict[int, dict[str, Any]] = {}
