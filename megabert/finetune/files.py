@@ -212,7 +212,8 @@ def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:
         return known
     if task.kind == "score":
         try:
-            number = math.nan if isinstance(value, bool) else float(value)
+            # `float` reads True as 1 and 1_0 as 10
+            number = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
         except (ValueError, TypeError, OverflowError):
             number = math.nan
         if not math.isfinite(number):

@@ -223,6 +223,7 @@ BAD = {
     "unknown label": ("sentence\tlabel\na\t0\nb\t2\n", PRESETS["sst2"], "line 3: label '2' is none of 0, 1"),
     "NaN": ("a\tb\ty\n1\t2\t0.5\n1\t2\tnan\n", SCORE, "line 3: score 'nan' in column 'y' is not a finite number"),
     "huge": ('{"a": "x", "b": "y", "y": 1' + "0" * 400 + "}", SCORE, "line 1: score '1000"),
+    "underscore": ("a\tb\ty\n1\t2\t1_0\n", SCORE, "line 2: score '1_0' in column 'y' is not a finite number"),
     "true": ('{"a": "x", "b": "y", "y": true}', SCORE, "line 1: score 'True'"),
     "duplicate id": ("key\ta\tb\ty\n7\t1\t2\tx\n8\t1\t2\tx\n7\t1\t2\tx\n", PAIR, "line 4: id '7' was used before, at "),
     "not UTF-8": (b"text\tlabel\na\tx\ncaf\xe9\ty\n", PLAIN, "line 3: is not UTF-8; convert"),
