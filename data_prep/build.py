@@ -18,7 +18,7 @@ from typing import Any
 from data_prep import pipeline
 from data_prep.common import utf8
 from data_prep.common.errors import EMPTY, BadInput, Problems, describe_losses
-from data_prep.common.records import Corpus, RangeList, source_names
+from data_prep.common.records import UNPACK, Corpus, RangeList, source_names
 from data_prep.executor import output_folder, work_files
 from data_prep.executor.journal import Stages, write_json
 from data_prep.executor.pool import Pool
@@ -123,7 +123,7 @@ def build_part(plan: BuildPlan, executor: Pool, part: tuple[int, int], progress:
         with Stages(work, executor, progress) as stages:
             with output_folder.alone(work), _with_reasons(problems, stages):
                 job, tasks = pipeline.prepare(stages, _job(plan, work, ranges), ranges, plan.given)
-                stages.keep(output_folder.UNPACK)
+                stages.keep(UNPACK)
                 stages.flush()
             stages.map_part(read.STAGE, read.read_task, job, tasks, part)
     return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.common.records import RangeList, ReadTask
+from data_prep.common.records import UNPACK, RangeList, ReadTask
 from data_prep.executor import output_folder
 from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult, total
@@ -33,7 +33,7 @@ def run(stages: Stages, job: BuildJob, tasks: list[ReadTask]) -> tuple[list[Item
     Returns the results of reading, and for each row length the held-out part, if any, and then the training part of its dataset.
     """
     documents = read.run(stages, job, tasks)
-    stages.consume(output_folder.UNPACK)
+    stages.consume(UNPACK)
     kept = dedup.run(stages, job, tasks, documents)
     if job.options.save_text:
         texts.run(stages, job, kept)

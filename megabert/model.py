@@ -49,9 +49,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 class Linear(nn.Module):
     """y = x W^T + b. weight [out, in], bias [out] or None."""
 
-    matrices: tuple[
-        int, ...
-    ] = ()  # rows of the matrices stacked in `weight`, each of which Muon orthogonalises; none: not for Muon
+    # rows of the matrices stacked in `weight`, each of which Muon orthogonalises; none: not for Muon
+    matrices: tuple[int, ...] = ()
 
     bias: nn.Parameter | None
 

@@ -27,6 +27,8 @@ UNCUT = ("csv", "json", "wet", *ARCHIVES)
 PACKED_AT_ONCE = 1024
 TEXT_DOCUMENTS = (AUTO, "file", "blank-line", "line", "heading")
 FORMATS = ("text", "wiki", "mediawiki", "jsonl", "json", "csv", "wet", *TABLES)
+# folder of the records of finished items in a work folder, and the stage whose results a build with other options reuses
+JOURNAL, UNPACK = "journal", "unpack"
 # most sources, each a curve of a run; more inputs are probably files listed by a shell
 MOST_SOURCES = 32
 

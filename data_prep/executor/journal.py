@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from data_prep.common.records import JOURNAL
 from data_prep.executor import work_files
 from data_prep.executor.pool import Pool
 from data_prep.executor.work_files import BuildJob, ItemResult, total
 from megabert.common import logs
 from megabert.common.files import atomic_file, sync, write_atomically
 
-FOLDER = "journal"
 # Files of a stage with at least so many bytes are deleted as soon as no later stage reads them and what was made from
 # them is synced, which costs a tenth of a build of 200 MB; smaller stages are deleted with the work folder.
 SWEEP_BYTES = 1 << 30
@@ -58,7 +58,7 @@ def _digest(*values: Any) -> str:
 def _run(function: StageFunction, job: BuildJob, stage: str, digest: str, numbered: tuple[int, Any]) -> ItemResult:
     """The result of an item, from its record or computed and recorded. Runs in a worker."""
     index, item = numbered
-    path = Path(job.work, FOLDER, stage, f"{index:07d}.json")
+    path = Path(job.work, JOURNAL, stage, f"{index:07d}.json")
     key = _digest(function.__name__, job, item, digest)
     record = _load(path)
     if record and record["key"] == key:
@@ -92,7 +92,7 @@ class Stages:
     """
 
     def __init__(self, work: Path, executor: Pool, progress: bool) -> None:
-        self._work, self._records, self._executor, self._progress = work, work / FOLDER, executor, progress
+        self._work, self._records, self._executor, self._progress = work, work / JOURNAL, executor, progress
         # whether this build resumes an earlier process, which finished at least one item
         self.resumed = any(self._records.rglob("*.json"))
         self.everything = ItemResult()

@@ -22,7 +22,8 @@ from typing import Any
 from tqdm import tqdm
 
 from data_prep.common.errors import BadInput, Unfinished
-from data_prep.executor.journal import FOLDER, write_json
+from data_prep.common.records import JOURNAL, UNPACK
+from data_prep.executor.journal import write_json
 from data_prep.executor.work_files import ItemResult
 from data_prep.readers import files as input_files
 from megabert.common import storage
@@ -36,8 +37,7 @@ WORK, LOCK = ".work", "lock"
 HELD_OUT = "held_out"
 ACCOUNT = "build.json"
 REPORT = "report.json"
-# the stage whose results a build with other options reuses, and its files
-UNPACK, SPOOLS = "unpack", "stream-*.zst"
+SPOOLS = "stream-*.zst"  # files of UNPACK
 TOKENIZERS = {"sentencepiece": "tokenizer.model", "wordpiece": "vocab.txt"}
 # folders and packages whose versions are in the account of an unfinished build
 CODE, PACKAGES = ("data_prep", "megabert/data"), ("numpy", "pyarrow", "rensa", "sentencepiece", "tokenizers")
@@ -94,7 +94,7 @@ def opened(
             yield work
             return
         _begin(output, account, overwrite, on_error, part)
-        for folder in (output, work, *(work / FOLDER).glob("*/")):
+        for folder in (output, work, *(work / JOURNAL).glob("*/")):
             for path in folder.glob(".*.tmp"):  # of processes that were killed
                 path.unlink()
         try:
@@ -175,7 +175,7 @@ def _begin(output: Path, account: dict[str, Any], overwrite: bool, on_error: str
             if _changes(written, unfinished, account):
                 # Manifests written before a kill are not of the shards that follow, and tasks of other files, or those that stop
                 # where they skipped, may need unpacked text that was deleted after it had been read.
-                for path in (*_manifests(output), output / WORK / FOLDER / f"{UNPACK}.json"):
+                for path in (*_manifests(output), output / WORK / JOURNAL / f"{UNPACK}.json"):
                     path.unlink(missing_ok=True)
             write_json(unfinished, account)
             return
@@ -198,7 +198,7 @@ def _manifests(output: Path) -> list[Path]:
 
 def _has_results(work: Path) -> bool:
     """Whether items of an unfinished build are finished, other than unpacked text, which other options can use."""
-    return any(path.parent.name != UNPACK and path.stem != UNPACK for path in (work / FOLDER).rglob("*.json"))
+    return any(path.parent.name != UNPACK and path.stem != UNPACK for path in (work / JOURNAL).rglob("*.json"))
 
 
 def code() -> dict[str, str | None]:
@@ -253,14 +253,14 @@ def clear(output: Path, part: bool = False) -> None:
     """
     work, account = output / WORK, output / ACCOUNT
     # with the manifests the records of complete stages, whose files may be deleted
-    for path in (*_manifests(output), *(work / FOLDER).glob("*.json")):
+    for path in (*_manifests(output), *(work / JOURNAL).glob("*.json")):
         path.unlink()
     if (work / ACCOUNT).exists():
         os.replace(work / ACCOUNT, account)
     for path in sorted(output.iterdir()):
-        if path == work and (part or any((work / FOLDER / UNPACK).glob("*.json"))):
-            for inner in (*work.iterdir(), *(work / FOLDER).glob("*")):
-                if inner.name not in (LOCK, FOLDER, UNPACK) and not inner.match(SPOOLS):
+        if path == work and (part or any((work / JOURNAL / UNPACK).glob("*.json"))):
+            for inner in (*work.iterdir(), *(work / JOURNAL).glob("*")):
+                if inner.name not in (LOCK, JOURNAL, UNPACK) and not inner.match(SPOOLS):
                     shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
         elif path.is_dir():
             shutil.rmtree(path)

@@ -19,7 +19,7 @@ from data_prep.common.errors import BadInput, Damaged, refuse_failure
 from data_prep.common.records import FileRange
 from data_prep.readers import decompress
 from data_prep.readers.decompress import BOMB_BYTES, BOMB_RATIO, detect_compression
-from data_prep.readers.files import ABOUT_DATA, open_regular
+from data_prep.readers.files import describes_data, open_regular
 
 ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
@@ -62,10 +62,6 @@ def chunks(path: str, member: Any, size: int) -> Iterator[bytes]:
         raise Damaged(f"{path}: damaged in its archive ({error})", left) from None
     except tarfile.TarError as error:
         raise DamagedArchive(f"{path}: damaged in its archive ({error})") from None
-
-
-def describes_data(name: str) -> bool:
-    return bool(ABOUT_DATA.fullmatch(name.rpartition("/")[2]))
 
 
 def _is_read(name: str) -> bool:

@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 import zstandard
 
 from data_prep.common.errors import Damaged, Problems, refuse_failure
+from data_prep.common.records import JOURNAL, UNPACK
 from data_prep.readers.files import open_regular, status
 from megabert.common.errors import describe
 
@@ -257,7 +258,7 @@ def read_spools(folder: str, index: str, begin: int) -> Iterator[bytes]:
             begin = max(begin - size, 0)
     except (OSError, ValueError) as error:
         refuse_failure(error, path)
-        record = os.path.join(folder, "journal", "unpack.json")
+        record = os.path.join(folder, JOURNAL, f"{UNPACK}.json")
         raise ValueError(
             f"{describe(error)}: unpacked text is lost; remove {record}, and the same command unpacks it again"
         ) from None

@@ -124,7 +124,7 @@ def _read_members(part: FileRange, options: ReadOptions, problems: Problems, fol
         kind = boundaries.decide_members(part, options)
 
     def left_out(name: str) -> None:
-        problems.add(f"{part.path}: {name}", ABOUT_MEMBER if archives.describes_data(name) else HIDDEN_MEMBER)
+        problems.add(f"{part.path}: {name}", ABOUT_MEMBER if files.describes_data(name) else HIDDEN_MEMBER)
 
     first = dict[bool, str]()  # name of a split for evaluation, and of another member
     for name, size, open_member in archives.members(part, left_out):

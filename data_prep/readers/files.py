@@ -36,6 +36,10 @@ HUB_DATASET, CONVERTED = re.compile(r"hf://datasets/[^/@*?[]+/[^/@*?[]+/?"), "re
 BESIDE_TABLES = re.compile(r"state\.json|dataset_info\.json|dataset_dict\.json|cache-.*\.arrow")
 
 
+def describes_data(path: str) -> bool:
+    return bool(ABOUT_DATA.fullmatch(os.path.basename(path)))
+
+
 def status(path: str) -> tuple[int, int]:
     """(bytes, modification time in ns) of a file, (bytes, a number for its version) of an object. Raises BadInput if it is not a
     regular file, and OSError."""
@@ -109,7 +113,7 @@ class InputNotices:
         inside = path[len(item) :].strip("/")
         names = [os.path.basename(item.rstrip("/")), *filter(None, inside.split("/"))]
         split = next((name for name in names if EVALUATION_SPLIT.fullmatch(name)), "")
-        kind = "about" if inside and ABOUT_DATA.fullmatch(names[-1]) else "evaluation" if split else "other"
+        kind = "about" if inside and describes_data(inside) else "evaluation" if split else "other"
         if kind == "evaluation" and not self._counts[kind]:
             self._beside_split = os.path.join(path[: path.rindex(split)], "train*")
         self.count(kind, path)

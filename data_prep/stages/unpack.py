@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 
 from data_prep.common.errors import Problems
-from data_prep.common.records import FileRange, RangeList
+from data_prep.common.records import UNPACK, FileRange, RangeList
 from data_prep.executor import output_folder
 from data_prep.executor.journal import Stages
 from data_prep.executor.work_files import BuildJob, ItemResult, write
@@ -43,12 +43,12 @@ class PackedFile:
 
 def run(stages: Stages, job: BuildJob, ranges: Sequence[RangeList]) -> Sequence[RangeList]:
     """Unpack the files marked `unpack_first`, writing stream-INDEX.index; returns `ranges` with those of their text."""
-    numbered = enumerate(chain.from_iterable(ranges))
-    code = output_folder.code()["source"]
-    packed = [PackedFile(index, file, code) for index, file in numbered if file.unpack_first]
+    numbered = [item for item in enumerate(chain.from_iterable(ranges)) if item[1].unpack_first]
+    code = output_folder.code()["source"] if numbered else None
+    packed = [PackedFile(index, file, code) for index, file in numbered]
     # Unpacked text is kept for other options: those used by unpacking, such as the format, are in the items.
     plain = BuildJob(BuildOptions(), tokenizer="", work=job.work, on_error=job.on_error)
-    results = stages.map(output_folder.UNPACK, unpack, plain, packed, unit="B") if packed else []
+    results = stages.map(UNPACK, unpack, plain, packed, unit="B") if packed else []
     spools = output_folder.SPOOLS
     output_folder.remove_others(Path(job.work), spools, results, unfinished=f".{spools}.*.tmp")
     spools_of = {item.index: result.facts["spools"] for item, result in zip(packed, results, strict=True)}

@@ -106,14 +106,17 @@ class DocumentBatch:
 def word_facts(documents: list[list[str]], folded: bool = False, form: Form = "NFC") -> WordFacts:
     """Facts of the words of a few documents, each a list of paragraphs, without a cache; `form`: as of `clean_word`."""
     words: list[str] = []
+    cleaned: dict[str, str] = {}
     ends, edges = [0], [0]
     for paragraphs in documents:
         for paragraph in paragraphs:
-            words += [word for word in paragraph.split() if clean_word(word, form)]
+            split = paragraph.split()
+            cleaned |= {word: clean_word(word, form) for word in split if word not in cleaned}
+            words += filter(cleaned.get, split)
             edges.append(len(words))
         ends.append(len(words))
-    distinct = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    plain = [clean_word(word, form) for word in distinct]
+    distinct = {word: i for i, word in enumerate(filter(cleaned.get, cleaned))}
+    plain = list(map(cleaned.__getitem__, distinct))
     facts = describe_words(plain, sentences.ends(plain))
     numbers = np.fromiter(map(distinct.__getitem__, words), np.int64, len(words))
     hashes = fold(plain)[numbers] if folded else None

@@ -89,10 +89,10 @@ def download_folder(url: str, weights: bool = True) -> Path:
             with atomic_folder(folder, "") as temporary:
                 for name, each in files.items():
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                    before = storage.stat(each.url)
+                    checked = Path(name).suffix in WEIGHT_SUFFIXES  # a run's checkpoints have checksums
+                    before = storage.stat(each.url) if checked else None
                     storage.fetch(each.url, temporary / name)
-                    # a run's checkpoints have checksums
-                    if Path(name).suffix in WEIGHT_SUFFIXES and storage.stat(each.url) != before:
+                    if checked and storage.stat(each.url) != before:
                         raise ValueError(f"{each.url}: changed while it was copied; wait until it is complete")
         os.utime(folder)
         for older in of_url.iterdir():

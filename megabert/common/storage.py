@@ -354,10 +354,10 @@ def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
                 raise ValueError(f"{shown}: its server cannot be written to") from None
             if not (isinstance(error, OSError) or is_client_error(error)):
                 raise
-            # the first line only, since later ones may contain the request; without query strings, which may hold
-            # signatures
             # botocore's, of a name, and that of HF_HUB_OFFLINE
             invalid = type(error).__name__ in ("ParamValidationError", "OfflineModeIsEnabled")
+            # of others the first line only, since later ones may contain the request; without query strings, which may
+            # hold signatures
             first = " ".join(str(error).splitlines()) if invalid else first_line(error)
             reason = re.sub(r"\?\S+", "?…", getattr(error, "server_message", None) or first).replace("\n", " ")
             reason = PASSWORD.sub("", reason)

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from megabert.common.storage import is_url
 
 VOCAB_MULTIPLE = 128  # the embedding is padded to a multiple of it, so that matrix products have aligned shapes
+MOST_LAYERS = 10_000
 NO_LIMIT = 1_000_000_000  # updates of a run that only its tokens or minutes limit
 
 
@@ -68,7 +69,7 @@ class ModelConfig(Section):
         "ModernBERT); with norm=pre and nsp=false. nomic: the first two, segments, no biases in the layers (Nussbaum "
         "et al. 2024, NomicBERT); with norm=post and nsp=false",
     )
-    layers: int = setting(12, "number of encoder layers", gt=0, le=10_000)
+    layers: int = setting(12, "number of encoder layers", gt=0, le=MOST_LAYERS)
     hidden: int = setting(768, "width of the residual stream", gt=0)
     heads: int = setting(12, "attention heads; must divide hidden", gt=0)
     kv_heads: int = setting(0, "heads of keys and values, shared by groups of heads; 0: as heads", ge=0)

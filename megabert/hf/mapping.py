@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megabert import config as configuration
 from megabert.config import ModelConfig
+from megabert.config.schema import MOST_LAYERS
 
 Tree = Mapping[str, Any]
 # our field -> theirs, and its value where it is missing; without one it is a count that must be there
@@ -118,7 +119,7 @@ def _read_modern(tree: Tree, where: str) -> dict[str, Any]:
         if value != biases["attention_bias"]:
             raise ValueError(f"{where}: {name}={value} is not supported beside attention_bias={not value}")
     layers = read_value(tree, "num_hidden_layers", where, None, int)
-    if layers > 10_000:
+    if layers > MOST_LAYERS:
         return {}  # refused as model.layers, before there is a list of them
     every = max(1, read_value(tree, "global_attn_every_n_layers", where, 3, int))
     given = read_value(tree, "layer_types", where, None, (list, NoneType))

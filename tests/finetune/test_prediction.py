@@ -161,7 +161,9 @@ def test_model_is_found_in_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
 
     missing = predict("some/tunde")
     (unknown,) = missing.stderr.splitlines()
-    assert missing.returncode == 4 and unknown.startswith("error: some/tunde: no such folder, and the hub cannot be")
+    assert missing.returncode == 4 and unknown.startswith(
+        "error: some/tunde: no such folder, and the hub cannot be reached to look for a model of that name ("
+    )
     assert "offline mode is enabled" in unknown
     done = predict("some/tuned")
     assert done.returncode == 0, done.stderr
