@@ -6,13 +6,14 @@ every other special id are neither predicted nor drawn as a replacement. The str
     token  positions drawn one by one                                        (Devlin et al. 2019, section 3.1)
     word   whole words in random order, skipping those that exceed the remaining budget (google-research/bert's
            whole-word masking). In scripts without spaces between words a token is a word, see `Tokenizer.unit_start`
-    span   the same, in an order in which the words of a span are neighbours: sequences are divided into spans of 1 to 10
-           words, P(k) ~ 0.2 * 0.8^(k-1), and spans drawn one by one         (Joshi et al. 2020, arXiv 1907.10529, section 3.1)
+    span   the same, in an order in which the words of a span are neighbours: a sequence, as a circle cut anywhere, is divided
+           into spans of 1 to 10 words, P(k) ~ 0.2 * 0.8^(k-1), and these are drawn one by one
+                                                                (Joshi et al. 2020, arXiv 1907.10529, section 3.1)
     causal nothing is hidden or drawn: each position but the last of its sequence predicts the next id, [SEP] included; with
            `causal_every` only in updates of certain numbers
 
 Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
-bias, and at least 1. A special token ends a word and a span. No word is predicted in part: a sequence of which every word exceeds its
+bias, and at least 1. A special token ends a word. No word is predicted in part: a sequence of which every word exceeds its
 budget has no prediction.
 
 Legend: n rows, T row length, S sequences a row, K prediction slots a row, P predictions, W words in all rows.
@@ -173,27 +174,25 @@ def _choose_words(
     """As `_choose`: words in the order of the `drawn` numbers (uint32 [n, T]) of their first tokens, skipping those
     that exceed the remaining `budget` (int64 [n, S]) of their sequence.
 
-    Words begin at `edge` (bool [n * T], overwritten), after `special` positions (flat, int64), and with sequences. `lengths` and
+    Words begin at `edge` (bool [n * T]), after `special` positions (flat, int64), and with sequences. `lengths` and
     `specials`, int64 [n, S + 1]: their tokens, and how many are special; last the padding. With `span_keys`, uint64 [n], the words
     of a span follow each other.
     """
     n, seq_len = drawn.shape
     ends, position_mask = np.cumsum(lengths), _position_mask(seq_len)
-    # positions at which a new word begins regardless of the token: after special tokens, at sequence starts
-    breaks = np.zeros(edge.size + 1, dtype=bool)
-    breaks[special + 1] = breaks[ends] = breaks[0] = True
-    edge |= breaks[:-1]
+    # regardless of the token: after special tokens, at sequence starts, and behind the last row
+    edge = np.append(edge, True)
+    edge[special + 1] = edge[ends] = edge[0] = True
     edge[special] = False
-    if span_keys is not None:
-        _join_spans(drawn, np.flatnonzero(edge), breaks, span_keys)
-    drawn = np.where(edge.reshape(n, seq_len), drawn, MAX_UINT32)
+    turned = None if span_keys is None else _join_spans(drawn, np.flatnonzero(edge[:-1]), ends, span_keys)
+    drawn = np.where(edge[:-1].reshape(n, seq_len), drawn, MAX_UINT32)
     drawn.sort(axis=1)
     edge[special] = True
-    edges = np.append(np.flatnonzero(edge), edge.size)
+    edges = np.flatnonzero(edge)
     before = np.concatenate(([0], np.cumsum(edge, dtype=np.int32)))
     words = (np.diff(before[ends], prepend=0).reshape(lengths.shape) - specials)[:, :-1]
 
-    row_start = np.arange(0, edge.size, seq_len)[:, None]
+    row_start = np.arange(0, drawn.size, seq_len)[:, None]
     first = (np.cumsum(words, axis=1) - words + row_start).ravel()
     taken, left, words = np.zeros(edge.size, dtype=bool), budget.ravel().copy(), words.ravel()
     # a word has at least one token, so `budget` words nearly always fill the budget; the rest is a second pass
@@ -202,6 +201,7 @@ def _choose_words(
         count = np.where(left > 0, count, 0)
         group, at = np.repeat(np.arange(len(left)), count), _ranges(begin, count)
         word = (drawn.ravel()[at] & position_mask) + at // seq_len * seq_len
+        word = word if turned is None else turned[word]
         # Each round takes a sequence's words up to the first that does not fit, then drops all that exceed the
         # remaining budget. Three rounds nearly always suffice; the maximum is about the number of tokens in the
         # longest word.
@@ -219,17 +219,19 @@ def _choose_words(
     return _ranges(word, edges[before[word + 1]] - word)
 
 
-def _join_spans(drawn: np.ndarray, first: np.ndarray, breaks: np.ndarray, keys: np.ndarray) -> None:
+def _join_spans(drawn: np.ndarray, first: np.ndarray, ends: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Give the words of a span the random bits of its first one, in the `drawn` numbers (uint32 [n, T]) of the words' first tokens.
 
-    `first` int64 [W]: their flat positions. `breaks` bool [n * T + 1]: where no span continues.
+    `first` int64 [W]: their flat positions. `ends` int64: those of sequences and padding. Returns int64 [n * T]: of the position of a
+    word the one that its number stands for, so that every word is equally often the k-th in the division into spans.
     """
     position_mask = _position_mask(drawn.shape[1])
-    random = _hash32(*_halves(keys[:, None]), np.arange(drawn.shape[1], dtype=np.uint32) + SPAN)
-    # a segment's k-th word draws the length of its k-th span, if there is one
-    length = SPAN_WORDS[random.ravel()[first] >> np.uint32(16)]
-    start = np.flatnonzero(breaks[first])
-    words = np.diff(start, append=len(first))
+    random = _hash32(*_halves(keys[:, None]), np.arange(drawn.shape[1], dtype=np.uint32) + SPAN).ravel()[first]
+    # a sequence's k-th word draws the length of its k-th span, if there is one
+    length = SPAN_WORDS[random >> np.uint32(16)]
+    words = np.diff(np.searchsorted(first, ends), prepend=0)
+    words = words[words > 0]
+    start = np.cumsum(words) - words
     begin = np.cumsum(length) - length
     begin += np.repeat(start - begin[start], words)
     leads = np.zeros(len(first), dtype=bool)
@@ -237,6 +239,11 @@ def _join_spans(drawn: np.ndarray, first: np.ndarray, breaks: np.ndarray, keys: 
     lead, bits = np.flatnonzero(leads), drawn.ravel()[first]
     leading = np.repeat(bits[lead] & ~position_mask, np.diff(lead, append=len(first)))
     drawn.ravel()[first] = leading | bits & position_mask
+    turn = (random[start] & np.uint32(0xFFFF)) * words >> 16
+    halves = np.stack([start + turn, start], axis=1), np.stack([words - turn, turn], axis=1)
+    turned = np.arange(drawn.size)
+    turned[first] = first[_ranges(*(half.ravel() for half in halves))]
+    return turned
 
 
 def _position_mask(seq_len: int) -> np.uint32:

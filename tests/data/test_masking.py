@@ -82,15 +82,19 @@ def test_masks_depend_on_seed_epoch_and_row_alone(million, strategy):
     assert (mixed.ids == np.where(epochs[:, None] == 1, others[0].ids, whole.ids[:200])).all()
 
 
-def test_every_position_is_as_likely_as_any_other():
-    """A fixed row under 4,000 row ids: 125 maskable positions, 600 draws expected each, 5 standard deviations allowed."""
-    ids, bounds, _ = make_rows(1, LENGTH, slots=1, seed=4, shortest=LENGTH)
-    n = 4000
-    out = masked((np.repeat(ids, n, 0), np.repeat(bounds, n, 0), np.arange(n)))
-    hits = np.bincount(out.positions[out.labels >= 0], minlength=LENGTH)
-    maskable = ids[0] > 4
+@EACH
+@pytest.mark.parametrize("length", [8, 32, LENGTH])
+def test_every_position_is_as_likely_as_any_other(strategy, length):
+    """A fixed row of words of one token under 4,000 row ids, at 128: 125 maskable positions, 600 draws expected each, 5 standard
+    deviations allowed."""
+    ids, bounds, _ = make_rows(1, length, slots=1, seed=4, shortest=length)
+    ids[ids > 4] = 10
+    n, maskable = 4000, ids[0] > 4
+    out = masked((np.repeat(ids, n, 0), np.repeat(bounds, n, 0), np.arange(n)), strategy)
+    hits = np.bincount(out.positions[out.labels >= 0], minlength=length)
     assert not hits[~maskable].any()
-    assert np.abs(hits[maskable] - 0.15 * n).max() < 5 * np.sqrt(n * 0.15 * 0.85)
+    rate = max(0.15, 1 / maskable.sum())  # at least one
+    assert np.abs(hits[maskable] - rate * n).max() < 5 * np.sqrt(n * rate * (1 - rate))
 
 
 @EACH
@@ -193,19 +197,21 @@ def expected(ids, lengths, key, strategy, rate, capacity):
         rounded = int(total * share + offset)
         budget = min(max(rounded - before, tokens > 0), capacity - used)
         before, used = rounded, used + budget
-        order = []
-        for segment in segments:
-            if strategy != "span":
-                spans = [[word] for word in segment]
-            else:
-                draws = [span_words(hash32(key, (3 << 16) + word[0])) for word in segment]
-                spans, rest = [], segment
-                while rest:
-                    spans.append(rest[: draws[len(spans)]])
-                    rest = rest[len(spans[-1]) :]
-            for span in spans:
-                # random bits between those of the sequence's number (3: four sequences) and of the position (6: 48)
-                order += [(hash32(key, span[0][0]) >> 9, word[0], word) for word in span]
+        words = [word for segment in segments for word in segment]
+        spans = [[word] for word in words]
+        if strategy == "span" and words:
+            draws = [hash32(key, (3 << 16) + word[0]) for word in words]
+            turn = draws[0] % 2**16 * len(words) >> 16
+            spans, rest = [], words[turn:] + words[:turn]
+            while rest:
+                spans.append(rest[: span_words(draws[len(spans)])])
+                rest = rest[len(spans[-1]) :]
+        # random bits between those of the sequence's number (3: four sequences) and of the position (6: 48): those of the word that
+        # is in a span's place when the circle is not turned
+        places, order = [word[0] for word in words], []
+        for span in spans:
+            bits = hash32(key, places[len(order)]) >> 9
+            order += [(bits, len(order) + number, word) for number, word in enumerate(span)]
         for *_, word in sorted(order):
             if len(word) <= budget:
                 found += word
@@ -230,9 +236,8 @@ def test_words_of_a_length_are_equally_likely(strategy):
     tokens = [token for _ in range(20) for token in (10, 11, 17, 12, 18, 19)]
     out = masked(one_sequence(tokens, 4000), strategy)
     hits = np.bincount(out.positions[out.labels >= 0], minlength=122)
-    ends = 1 if strategy == "word" else 5  # the last span is cut, so words at the ends differ slightly
     for first in (1, 2, 4):  # of the first word of that length
-        of_length = hits[first::6][:20][ends:-ends]
+        of_length = hits[first::6][:20]
         mean = of_length.mean()
         assert abs(of_length - mean).max() < 5 * np.sqrt(mean), (first, of_length)
     assert out.counts.sum() / (4000 * 120) == pytest.approx(0.15, rel=0.005)
