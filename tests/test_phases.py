@@ -16,10 +16,10 @@ from megabert import hf
 from megabert.checkpoint import load_weights, write_start
 from megabert.commands import verify
 from megabert.commands.evaluate import evaluate_run
-from megabert.config import list_phases, phase_at
+from megabert.config import ScheduleConfig, list_phases, phase_at
 from megabert.data.mixture import open_mixture, skip_rows_of_earlier_phases
 from megabert.data.shards import Dataset
-from megabert.optim.schedule import phase_rate
+from megabert.optim.schedule import learning_rate, phase_rate
 from tests.helpers import golden_runs
 from tests.helpers.forked import Forked
 from tests.helpers.golden_runs import DATA, random_rows
@@ -248,7 +248,12 @@ def test_phases_have_their_peak_or_own_schedule():
     cfg = config("objective.causal_share=0", *steps, parts)
     phases = list_phases(cfg)
     rates = [phase_rate(phases[phase_at(phases, n / 20)], cfg.schedule, n) for n in range(20)]
-    assert rates == pytest.approx([2.0, *[4.0] * 9, *[1.0] * 6, 2e-3, 1.0, 2.0, 1.2])
+    assert rates == pytest.approx([2.0, *[4.0] * 9, *[1.0] * 6, 1.0, 2.0, 2.0, 1.2])
+    # by steps a phase of the whole run equals a run
+    (whole,) = list_phases(config("objective.causal_share=0", *steps, f"phases=[{{share=1,{own}}}]"))
+    alike = ScheduleConfig(name="linear", total_steps=20, warmup_steps=10, final_ratio=0.2)
+    for n in range(20):
+        assert phase_rate(whole, cfg.schedule, n) == pytest.approx(learning_rate(alike, 2.0, n)), n
     short = configuration.load("", ["schedule.name=sqrt", "schedule.total_steps=4", "schedule.warmup_steps=0"])
     rates = [phase_rate(list_phases(short)[0], short.schedule, n) for n in range(3)]
     assert rates == pytest.approx([1e-4, 5e-5, 1e-4 * (1 - 0.5**0.5)])

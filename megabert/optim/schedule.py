@@ -40,8 +40,9 @@ def phase_rate(phase: Phase, schedule: ScheduleConfig, step: int, minutes: float
     peak = phase.config.optimizer.lr
     if not phase.own_schedule:
         return learning_rate(schedule, peak, step, minutes, tokens)
-    used = share_used(schedule, step, minutes, tokens) - phase.begin
-    return peak * _by_share(phase.config.schedule, used / (phase.end - phase.begin))
+    used, size = share_used(schedule, step, minutes, tokens) - phase.begin, phase.end - phase.begin
+    update = 1 / schedule.total_steps if schedule.unit == "steps" else 0.0
+    return peak * _by_share(phase.config.schedule, used / size, update / size)
 
 
 def limit_reached(schedule: ScheduleConfig, step: int, minutes: float, tokens: int = 0) -> str:
@@ -55,11 +56,11 @@ def limit_reached(schedule: ScheduleConfig, step: int, minutes: float, tokens: i
     return f"schedule.budget_{schedule.unit}={budget}"
 
 
-def _by_share(schedule: ScheduleConfig, used: float) -> float:
-    """Learning rate relative to its peak when a share of the budget (0 to 1) is used."""
+def _by_share(schedule: ScheduleConfig, used: float, update: float = 0.0) -> float:
+    """Learning rate relative to its peak when a share of the budget (0 to 1) is used; `update`: that of an update, 0 if it is unknown."""
     warmup = schedule.budget_warmup
     if used < warmup:
-        return max(used / warmup, 1e-3)
+        return min(max((used + update) / warmup, 1e-3), 1.0)
     return _decay(schedule, (used - warmup) / (1 - warmup), warmup)
 
 
