@@ -34,14 +34,14 @@ from benchmarks.common.measure import Memory, costliest_kernels, order_of, quant
 from megabert import config as configuration
 from megabert.common.datasheets import datasheet_tflops
 from megabert.common.environment import M_MMAP_MAX, disable_malloc_trimming
-from megabert.config import Config, replace
+from megabert.config import Config, ModelConfig, replace
 from megabert.data.loader import Loader, Update
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed import ranks
 from megabert.engine import DTYPES, Engine, precision
 from megabert.engine.ceiling import matmul_tflops
-from megabert.metrics import training_flops
+from megabert.metrics import attending_pairs, training_flops
 from megabert.model import BertForPreTraining
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
     for number in range(args.steps + WARM_UP):
         updates = [next(loader) for _ in range(in_a_row)]
         work = {what: float(sum(getattr(update, what) for update in updates)) for what in ("tokens", "sequences")}
-        flops = (training_flops(model, u.tokens, attended_pairs(u), u.predictions, u.sequences) for u in updates)
+        flops = (training_flops(model, u.tokens, attended_pairs(u, model), u.predictions, u.sequences) for u in updates)
         work["flops"] = sum(flops)
         inputs: dict[str, Any] = {"ours": updates}
         if HF in sides:
@@ -168,14 +168,15 @@ def measure(args: argparse.Namespace, dropout: float, world: ranks.World, data: 
 def profile(cfg: Config, ours: OurStep, loader: Loader, device: torch.device) -> list[dict[str, Any]]:
     """The costliest kernels of an update of ours. FLOPs of attention are of pairs of real tokens, backward with recomputed scores."""
     update = next(loader)
-    forward = 4.0 * attended_pairs(update) * cfg.model.hidden * cfg.model.layers
+    forward = 4.0 * attended_pairs(update, cfg.model) * cfg.model.hidden
     flops = {"megabert::attention": forward, "megabert::attention_backward": 2.5 * forward}
     return costliest_kernels(lambda: ours.step(update), device, flops)
 
 
-def attended_pairs(update: Update) -> int:
-    """Pairs of real tokens of a sequence."""
-    return sum(int((batch.lengths.long() ** 2).sum()) for batch in update.batches)
+def attended_pairs(update: Update, model: ModelConfig) -> int:
+    """Pairs of real tokens of a sequence in all layers."""
+    lengths = torch.cat([batch.lengths.flatten() for batch in update.batches]).numpy()
+    return round(attending_pairs(model, lengths, update.objective == "causal"))
 
 
 def summary(times: list[dict[str, float]], in_a_row: int, ceiling: float, sheet: float | None) -> dict[str, Any]:

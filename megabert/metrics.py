@@ -6,6 +6,7 @@ device (a norm, say) one line in `measured`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,21 +27,24 @@ if TYPE_CHECKING:
 # -- FLOPs --------------------------------------------------------------------------------------------
 
 
-def attending_pairs(squares: float, tokens: float, causal: bool) -> float:
-    """Number of (query, key) pairs in sequences whose lengths sum to `tokens` and squared lengths to `squares`."""
-    return (squares + tokens) / 2 if causal else squares
+def attending_pairs(model: ModelConfig, lengths: np.ndarray, causal: bool) -> float:
+    """Number of (query, key) pairs in sequences of these lengths [n], 0 for none, summed over the layers."""
+    pairs = 0.0
+    for window, layers in Counter(map(model.layer_window, range(model.layers))).items():
+        reach = np.minimum(lengths - 1, window // 2) if window else lengths - 1  # most tokens on a side of a query
+        pairs += layers * float((lengths + (2 - causal) * reach * (lengths - (reach + 1) / 2)).sum())
+    return pairs
 
 
 def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int, sequences: int) -> float:
-    """FLOPs of forward and backward over `tokens` real tokens in `sequences`, with `pairs` of a query and a key.
+    """FLOPs of forward and backward over `tokens` real tokens in `sequences`, with `pairs` as of `attending_pairs`.
 
-    6 per weight and token for the matrix products, 12·d a layer for each pair of attending tokens (in a local layer at most
-    window + 1 a token), and the vocabulary product on predicted positions only (Kaplan et al. 2020, section 2.1, without
-    embeddings). These are the model's: of the last layer all tokens count, where it computes what follows attention at predicted
+    6 per weight and token for the matrix products, 12·d for each pair of attending tokens, and the vocabulary product on predicted
+    positions only (Kaplan et al. 2020, section 2.1, without embeddings). These are the model's: of the last layer all tokens count, where it computes what follows attention at predicted
     positions alone, 2.5 to 5% fewer in all for LARGE and BASE.
     """
     d, encoder = model.hidden, 6 * model.layer_weights * tokens
-    attention = 12 * d * model.layer_pairs(tokens, pairs)
+    attention = 12 * d * pairs
     heads = 6 * (model.vocab_size * d + d * d * model.transform) * predictions + (
         6 * d * d * sequences if model.nsp else 0
     )
@@ -176,13 +180,12 @@ class PretrainingMeter(Meter):
         self._datasheet = datasheet_tflops(torch.cuda.get_device_name(world.device)) if cuda else None
 
     def count_work(self, update: Update) -> dict[str, int]:
-        real = [b.lengths.numpy()[b.row_ids >= 0].astype(np.int64) for b in update.batches]  # not of fillers
-        squares = sum(int((lengths**2).sum()) for lengths in real)
+        real = np.concatenate([b.lengths.numpy()[b.row_ids >= 0].ravel() for b in update.batches])  # not of fillers
         return {
             "perf/sequences_per_sec": update.sequences,
             "perf/tokens_per_sec": update.tokens,
             "perf/predictions_per_sec": update.predictions,
-            "attending pairs": round(attending_pairs(squares, update.tokens, update.objective == "causal")),
+            "attending pairs": round(attending_pairs(self._model, real, update.objective == "causal")),
         }
 
     def drain(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ from megabert.config import Config, ModelConfig
 from megabert.distributed.ranks import World
 from megabert.engine import rank_times
 from megabert.engine.rank_times import SlowRanks
-from megabert.metrics import Meter, progress_line, training_flops
+from megabert.metrics import Meter, attending_pairs, progress_line, training_flops
 from megabert.sinks import JsonLines, SampleLines, Sinks
 from megabert.trackers.tensorboard import TensorBoard, as_markdown
 from tests.helpers.loop import Killed
@@ -43,18 +44,25 @@ def config(*overrides: str) -> Config:
 
 @pytest.mark.parametrize(("length", "predictions", "gflop"), [(128, 20, 240.6), (512, 77, 1020.0)])
 def test_flops_of_large_match_the_worked_figures(length: int, predictions: int, gflop: float) -> None:
-    assert training_flops(LARGE, length, length**2, predictions, 1) / 1e9 == pytest.approx(gflop, rel=5e-4)
-    halves = training_flops(LARGE, length, length**2 // 2, predictions, 2)
-    whole = training_flops(LARGE, length, length**2, predictions, 1)
+    pairs = 24 * length**2
+    assert training_flops(LARGE, length, pairs, predictions, 1) / 1e9 == pytest.approx(gflop, rel=5e-4)
+    halves = training_flops(LARGE, length, pairs // 2, predictions, 2)
+    whole = training_flops(LARGE, length, pairs, predictions, 1)
     assert whole - halves == 12 * 24 * 1024 * length**2 // 2 - 6 * 1024**2  # two sequences attend less, and pool twice
 
 
-def test_flops_of_local_layers_and_shared_heads() -> None:
-    """Two of three layers of 1,000 tokens see 129 keys a token; keys and values have half of the heads."""
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_of_local_layers_and_shared_heads(causal: bool) -> None:
+    """Two of three layers of sequences that are longer and shorter than 64 tokens, the reach of a window; keys and values have half of the
+    heads."""
     shape: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab_size": 100, "nsp": False}
-    whole, local, shared = (ModelConfig(**shape, **c) for c in ({}, {"window": 128}, {"kv_heads": 2}))
-    flops = [training_flops(model, 1000, 1000**2, 10, 1) for model in (whole, local, shared)]
-    assert flops[0] - flops[1] == 12 * 64 * 2 * (1000**2 - 129 * 1000)
+    models = [ModelConfig(**shape, **c) for c in ({}, {"window": 128}, {"kv_heads": 2})]
+    lengths, apart = np.array([900, 65, 34, 1, 0]), [np.subtract.outer(*[np.arange(n)] * 2) for n in (900, 65, 34, 1)]
+    seen = [sum(((d <= side) & (d >= (0 if causal else -side))).sum() for d in apart) for side in (10**4, 64)]
+    pairs = [attending_pairs(model, lengths, causal) for model in models]
+    assert pairs == [3 * seen[0], seen[0] + 2 * seen[1], 3 * seen[0]]
+    flops = [training_flops(model, 1000, round(n), 10, 1) for model, n in zip(models, pairs, strict=True)]
+    assert flops[0] - flops[1] == 12 * 64 * 2 * (seen[0] - seen[1])
     assert flops[0] - flops[2] == 6 * 3 * 64 * 64 * 1000
 
 

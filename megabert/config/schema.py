@@ -176,11 +176,6 @@ class ModelConfig(Section):
         """The layer's window; 0 for a global layer."""
         return self.window if layer % self.global_every else 0
 
-    def layer_pairs(self, tokens: float, pairs: float) -> float:
-        """Pairs of a query and a key, summed over the layers: `pairs` for each, in a local layer at most window + 1 a token."""
-        windows = map(self.layer_window, range(self.layers))
-        return sum(min(pairs, tokens * (window + 1)) if window else pairs for window in windows)
-
     def layer_theta(self, layer: int) -> float:
         """Base of the layer's rotary positions."""
         return self.local_rope_theta if self.layer_window(layer) else self.rope_theta

@@ -77,7 +77,8 @@ def build_job(config: Config, part: float = 1.0, before: int = 0) -> ForecastJob
     manifest = workload.read_manifest_or_none(config)
     config = workload.with_vocabulary(config, manifest)
     update = workload.work(config, manifest)
-    pairs = float(update.rows * update.seq_len**2) if config.ops.attention in EVERY_PAIR else update.pairs
+    every = float(config.model.layers * update.rows * update.seq_len**2)
+    pairs = every if config.ops.attention in EVERY_PAIR else update.pairs
     counts = MicroBatch(float(update.rows * update.seq_len), pairs, update.predictions, update.sequences)
     steps = workload.count_steps(config, part, update, before)
     return ForecastJob(config, part, steps=steps, counts=counts, update=update, operations=update.flops(config))
@@ -103,7 +104,6 @@ def describe_software(config: Config) -> Software:
         least_share=LEAST if own_gradients else math.inf,
         overlap=own_gradients or config.zero.stage == 3,
         recompute=config.model.activation_checkpointing,
-        every_pair=config.ops.attention in EVERY_PAIR,
         host=HOST,
     )
 

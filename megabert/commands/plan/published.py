@@ -86,7 +86,7 @@ def nearest(gpu: str, size: int, count: int = 3) -> list[PublishedRun]:
 def comparison(job: ForecastJob, points: Sequence[ForecastPoint], gpu: str) -> str:
     """Each forecast, followed by the nearest published runs: real tokens a second and useful TFLOP/s of a GPU."""
     tokens = SAMPLE_TOKENS
-    thousand = (1e3 * tokens, 1e3 * SQUARES * tokens**2, 1e3 * PREDICTED * tokens, 1e3)
+    thousand = (1e3 * tokens, 1e3 * LARGE.layers * SQUARES * tokens**2, 1e3 * PREDICTED * tokens, 1e3)
     sample = training_flops(LARGE, *map(round, thousand)) / 1e3
     lines = [["GPUs", "tokens/s/GPU", "TFLOP/s/GPU", "run"]]
     for point in points:

@@ -215,7 +215,7 @@ class MicroBatch:
 
     # tokens in the linear layers
     tokens: float
-    # (query, key) pairs that attention computes
+    # (query, key) pairs that attention computes in all layers
     pairs: float
     predictions: float
     sequences: float
@@ -254,8 +254,6 @@ class Software:
     least_share: float = math.inf
     # the forward pass is recomputed in the backward pass
     recompute: bool = False
-    # masked pairs are computed too, so windows save nothing
-    every_pair: bool = False
     # seconds an update without overlap
     host: float = 0.0
 
@@ -355,8 +353,8 @@ def pass_seconds(model: ModelConfig, batch: MicroBatch, system: System) -> StepT
     device, software, constants = system.device, system.software, system.constants
     operations = wave_operations(model, batch, device.processors)
     # in 16 bits, also if the other products are in 8
-    pairs = model.layers * batch.pairs if software.every_pair else model.layer_pairs(batch.tokens, batch.pairs)
-    scores = 12 * model.hidden * pairs / system.rate + software.attention * model.heads * pairs / system.memory
+    scores = 12 * model.hidden * batch.pairs / system.rate
+    scores += software.attention * model.heads * batch.pairs / system.memory
     terms = {
         "products": operations / (system.rate * (constants.fp8 if software.fp8 else 1.0)),
         "attention": scores,

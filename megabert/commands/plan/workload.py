@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megabert.checkpoint import refuse_other_vocabulary
@@ -55,7 +56,7 @@ CPU_SHARE, AMX_SHARE = 0.65, 0.25
 
 @dataclass(frozen=True)
 class Work:
-    """Mean contents of an update: rows, real tokens, pairs of a query and a key, predictions, sequences."""
+    """Mean contents of an update: rows, real tokens, pairs of a query and a key in all layers, predictions, sequences."""
 
     rows: int
     seq_len: int
@@ -79,8 +80,9 @@ def work(config: Config, manifest: Manifest | None) -> Work:
     if manifest is not None:
         share, length = rows / manifest.rows, manifest.seq_len
         tokens, sequences = (manifest.statistics[name] * share for name in ("tokens", "sequences"))
-    whole, causal = tokens**2 / sequences, masking.causal_part
-    pairs = (1 - causal) * whole + causal * attending_pairs(whole, tokens, True)
+    causal, mean = masking.causal_part, np.array([tokens / sequences])
+    both, one = (sequences * attending_pairs(config.model, mean, of_causal) for of_causal in (False, True))
+    pairs = (1 - causal) * both + causal * one
     predictions = (1 - causal) * tokens * masking.rate + causal * (tokens - sequences)
     return Work(rows, length, tokens, pairs, predictions, sequences)
 

@@ -83,10 +83,10 @@ ENOUGH = 0.03
 # calibrating rows with other code than NVIDIA's (FusedAdam, lengths balanced over 8 GPUs), not used in the fit
 OWN_SOFTWARE = "Samsung"
 
-REAL_SAMPLE = MicroBatch(SAMPLE_TOKENS, SQUARES * SAMPLE_TOKENS**2, PREDICTED * SAMPLE_TOKENS, 1.0)
+REAL_SAMPLE = MicroBatch(SAMPLE_TOKENS, LARGE.layers * SQUARES * SAMPLE_TOKENS**2, PREDICTED * SAMPLE_TOKENS, 1.0)
 # the vocabulary's product is computed for all positions
 PACKED_SAMPLE = replace(REAL_SAMPLE, predictions=SAMPLE_TOKENS)
-PADDED_SAMPLE = MicroBatch(512, 512**2, 512, 1.0)
+PADDED_SAMPLE = MicroBatch(512, LARGE.layers * 512**2, 512, 1.0)
 
 
 @dataclass(frozen=True)

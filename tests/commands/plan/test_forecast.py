@@ -36,9 +36,9 @@ def test_the_work_of_an_update_is_dealt_out() -> None:
     assert points[3].step.products == points[2].step.products > 0
     # pairs are those that the backend computes
     rows, length, causal = 65_536, 128, ("data.masking.strategy=causal", "model.nsp=false")
-    assert whole.counts.pairs == job("ops.attention=sdpa").counts.pairs == rows * length**2
-    assert job(*causal).counts.pairs == rows * length * (length + 1) / 2
-    assert job(*causal, "ops.attention=sdpa").counts.pairs == rows * length**2
+    assert whole.counts.pairs == job("ops.attention=sdpa").counts.pairs == 24 * rows * length**2
+    assert job(*causal).counts.pairs == 24 * rows * length * (length + 1) / 2
+    assert job(*causal, "ops.attention=sdpa").counts.pairs == 24 * rows * length**2
 
 
 def test_a_forecast_adds_up() -> None:

@@ -16,7 +16,7 @@ from tests.commands.plan.cases import FABRIC, FREE, H100, PLAIN, base
 
 GB, US = 1e9, 1e-6
 MODEL = ModelConfig(layers=24, hidden=1024, heads=16, vocab_size=30_528)
-BATCH = MicroBatch(tokens=16_384, pairs=32 * 512**2, predictions=2_464, sequences=32)
+BATCH = MicroBatch(tokens=16_384, pairs=24 * 32 * 512**2, predictions=2_464, sequences=32)
 
 
 def ranks_of(size: int, node: int) -> Ranks:
@@ -71,8 +71,8 @@ def step(size: int, software: Software = PLAIN, steps: int = 1, constants: Const
 def test_the_products_are_the_models_operations() -> None:
     for model in (MODEL, ModelConfig(layers=3, hidden=64, heads=4, vocab_size=1_000, nsp=False)):
         counted = sum(2 * m * n * k * count for m, n, k, count in times.products(model, BATCH))
-        counted += 12 * model.layers * model.hidden * BATCH.pairs
-        assert counted == training_flops(model, 16_384, 32 * 512**2, 2_464, 32)
+        counted += 12 * model.hidden * BATCH.pairs
+        assert counted == training_flops(model, 16_384, 24 * 32 * 512**2, 2_464, 32)
 
 
 def test_waves_of_tiles() -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +14,12 @@ from megabert import config as configuration
 from megabert.commands import plan
 from megabert.commands.plan import forecast as planner
 from megabert.commands.plan import workload
-from megabert.commands.plan.step_time import Fabric, MicroBatch, Software, System, pass_seconds, traffic
+from megabert.commands.plan.step_time import System, traffic
 from megabert.config import Config, ModelConfig, accumulation
 from megabert.distributed.ranks import World
 from megabert.engine.ceiling import Ceiling
 from megabert.model import BertForPreTraining
-from tests.commands.plan.cases import FABRIC, FREE, H100, PLAIN, TINY, base
+from tests.commands.plan.cases import FABRIC, FREE, H100, TINY, base
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import make_dataset
@@ -149,21 +148,16 @@ def test_activations_take_what_the_formula_says(case: str, precision: str, monke
 
 
 def test_windows_save_attention_unless_a_mask_hides_pairs() -> None:
-    """6 layers, of which 2 see a row of 8,192 tokens and 4 see 129 tokens, by hand."""
-    cfg = ModelConfig(kind="modern", layers=6, norm="pre", nsp=False, vocab_size=30_000, window=128)
-    batch = MicroBatch(8192, 8192**2, 1000, 1)
+    """6 layers, of which 2 see a row of 8,192 tokens and 4 see 64 tokens on a side, fewer at its ends, by hand."""
+    shape = ("kind=modern", "layers=6", "norm=pre", "nsp=false", "window=128", "max_positions=8192")
 
-    def attention(software: Software, model: ModelConfig) -> float:
-        return pass_seconds(model, batch, System(H100, Fabric(8), software)).attention
+    def pairs(*overrides: str) -> float:
+        return planner.build_job(base(*(f"model.{field}" for field in shape), *overrides)).counts.pairs / 256
 
-    whole = attention(PLAIN, configuration.replace(cfg, "window", 0))
-    assert attention(PLAIN, cfg) / whole == pytest.approx((2 * 8192 + 4 * 129) / (6 * 8192), rel=1e-9)
-    assert attention(replace(PLAIN, every_pair=True), cfg) == pytest.approx(whole, rel=1e-9)
-    # a configuration's backend decides
-    ops = {name: base(f"ops.attention={name}") for name in ("sdpa", "varlen", "fused_softmax")}
-    assert {n: planner.describe_software(c).every_pair for n, c in ops.items()} == {
-        "sdpa": True, "varlen": False, "fused_softmax": True,
-    }  # fmt: skip
+    two_sides, causal = 2 * 8192**2 + 4 * (129 * 8192 - 64 * 65), 8192 * 8193 + 4 * (65 * 8192 - 64 * 65 / 2)
+    assert pairs("ops.attention=varlen") == two_sides
+    assert pairs("ops.attention=varlen", "data.masking.strategy=causal") == causal
+    assert pairs("ops.attention=sdpa") == pairs("ops.attention=fused_softmax") == 6 * 8192**2
 
 
 def test_the_work_of_an_update_by_hand() -> None:
@@ -175,11 +169,11 @@ def test_the_work_of_an_update_by_hand() -> None:
     # a causal run predicts nearly every token
     causal = base("data.masking.strategy=causal", "model.nsp=false")
     update = workload.work(causal, None)
-    assert (update.tokens, update.predictions, update.pairs) == (131_072, 131_072 - 256, 256 * (512 * 513 / 2))
+    assert (update.tokens, update.predictions, update.pairs) == (131_072, 131_072 - 256, 12 * 256 * (512 * 513 / 2))
     # a quarter of such updates among masked ones
     mix = workload.work(base("data.masking.causal_every=4", "model.nsp=false"), None)
     assert mix.predictions == 0.75 * 131_072 * 0.15 + 0.25 * update.predictions
-    assert mix.pairs == 256 * (0.75 * 512**2 + 0.25 * 512 * 513 / 2)
+    assert mix.pairs == 12 * 256 * (0.75 * 512**2 + 0.25 * 512 * 513 / 2)
     logits = 32 * 512 * 2 * causal.model.padded_vocab * 2
     assert workload.activations(causal, 512) - workload.activations(base(), 512) > 0.8 * logits
 
