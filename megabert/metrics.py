@@ -45,9 +45,7 @@ def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int
     """
     d, encoder = model.hidden, 6 * model.layer_weights * tokens
     attention = 12 * d * pairs
-    heads = 6 * (model.vocab_size * d + d * d * model.transform) * predictions + (
-        6 * d * d * sequences if model.nsp else 0
-    )
+    heads = 6 * (model.vocab_size * d + d * d * model.transform) * predictions + 6 * d * d * sequences * model.nsp
     return float(encoder + attention + heads)
 
 

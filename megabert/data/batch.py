@@ -230,9 +230,7 @@ def collate(
     used = lengths > 0
     ends = np.cumsum(lengths, axis=1, dtype=np.int32)
     # (n, S + 1): the sequences of a row, and last its padding
-    runs = np.empty((n, max_sequences + 1), np.int64)
-    runs[:, :max_sequences] = lengths
-    np.subtract(seq_len, ends[:, -1], out=runs[:, max_sequences])
+    runs = np.column_stack([lengths, seq_len - ends[:, -1]])
     # start, end and length of the A part of each of them; padding has no B part
     values = np.zeros((3, n, max_sequences + 1), np.int32)
     values[0, :, :max_sequences] = ends - lengths

@@ -130,9 +130,8 @@ def _choose(
             "build the dataset with a shorter --seq-len"
         )
     # every position belongs to a sequence or, last, to the padding
-    lengths = np.empty((n, max_sequences + 1), np.int64)
-    lengths[:, :max_sequences] = bounds[:, :, 0]
-    np.subtract(seq_len, lengths[:, :max_sequences].sum(1), out=lengths[:, max_sequences])
+    used = bounds[:, :, 0].astype(np.int64)
+    lengths = np.column_stack([used, seq_len - used.sum(1)])
     sequence_bits = np.tile(np.arange(max_sequences + 1, dtype=np.uint32) << np.uint32(sequence_shift), n)
     sequence = np.repeat(sequence_bits, lengths.ravel())
 
@@ -234,9 +233,7 @@ def _join_spans(drawn: np.ndarray, first: np.ndarray, ends: np.ndarray, keys: np
     start = np.cumsum(words) - words
     begin = np.cumsum(length) - length
     begin += np.repeat(start - begin[start], words)
-    leads = np.zeros(len(first), dtype=bool)
-    leads[begin[begin < np.repeat(start + words, words)]] = True
-    lead, bits = np.flatnonzero(leads), drawn.ravel()[first]
+    lead, bits = begin[begin < np.repeat(start + words, words)], drawn.ravel()[first]
     leading = np.repeat(bits[lead] & ~position_mask, np.diff(lead, append=len(first)))
     drawn.ravel()[first] = leading | bits & position_mask
     turn = (random[start] & np.uint32(0xFFFF)) * words >> 16
