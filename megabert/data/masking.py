@@ -221,8 +221,8 @@ def _choose_words(
 def _join_spans(drawn: np.ndarray, first: np.ndarray, ends: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Give the words of a span the random bits of its first one, in the `drawn` numbers (uint32 [n, T]) of the words' first tokens.
 
-    `first` int64 [W]: their flat positions. `ends` int64: those of sequences and padding. Returns int64 [n * T]: of the position of a
-    word the one that its number stands for, so that every word is equally often the k-th in the division into spans.
+    `first` int64 [W]: their flat positions. `ends` int64: those of sequences and padding. Returns int64 [n * T]: for the
+    position of each number that of the word it stands for, so that every word is equally often the k-th in the division into spans.
     """
     position_mask = _position_mask(drawn.shape[1])
     random = _hash32(*_halves(keys[:, None]), np.arange(drawn.shape[1], dtype=np.uint32) + SPAN).ravel()[first]
