@@ -8,8 +8,6 @@ import sys
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -140,37 +138,6 @@ def test_missing_credentials_are_one_line(s3_port, tmp_path):
     assert len(done.stderr.splitlines()) == 1 and "s3://shelf/x: no credentials" in done.stderr
 
 
-@contextmanager
-def web_server(status, data=b""):
-    """Its address, and the ranges that it is asked for."""
-    asked = []
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self):
-            part = data
-            if wanted := self.headers.get("Range"):
-                asked.append(wanted)
-                start, last = map(int, wanted.removeprefix("bytes=").split("-"))
-                part = data[start : last + 1]
-            self.send_response(206 if wanted else status)
-            for name, value in (("Content-Length", len(part)), ("Accept-Ranges", "bytes"), ("ETag", '"1"')):
-                self.send_header(name, str(value))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(part)
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_):
-            """Nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/text.bin", asked
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.mark.parametrize(
     ("status", "wanted", "message"),
     [
@@ -179,14 +146,17 @@ def web_server(status, data=b""):
         (500, Failed, "http://127.0.0.1:.*/text.bin"),
     ],
 )
-def test_answers_of_a_web_server(status, wanted, message, monkeypatch):
+def test_answers_of_a_web_server(status, wanted, message, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "WAITS", (0.01,))
-    with web_server(status) as (url, _), pytest.raises(wanted, match=message):
-        storage.stat(url)
+    with web_folder.serve(tmp_path, status=status) as server, pytest.raises(wanted, match=message):
+        storage.stat(f"{server}/text.bin")
 
 
-def test_a_web_server_is_read_in_ranges():
-    with web_server(200, DATA) as (url, asked):
+def test_a_web_server_is_read_in_ranges(tmp_path: Path) -> None:
+    (tmp_path / "text.bin").write_bytes(DATA)
+    asked: list[str] = []
+    with web_folder.serve(tmp_path, tag='"1"', asked=asked) as server:
+        url = f"{server}/text.bin"
         with storage.open_object(url) as file:
             file.seek(1_000_000)
             assert file.read(10) == DATA[1_000_000:1_000_010]
@@ -293,11 +263,11 @@ def test_a_server_that_does_not_answer_is_class_4(tmp_path: Path, monkeypatch: p
         storage.stat(f"{server}/a.bin")
 
 
-def test_messages_have_no_secrets() -> None:
+def test_messages_have_no_secrets(tmp_path: Path) -> None:
     assert storage.public("https://me:word@h:1/a/b?sig=word#x") == "https://h:1/a/b"
     assert storage.public("s3://shelf/a?b") == "s3://shelf/a?b" and storage.public("a?b@c") == "a?b@c"
-    with web_server(403) as (url, _), pytest.raises(ValueError, match="access denied") as caught:
-        storage.stat(url.replace("//", "//me:word@") + "?sig=word")
+    with web_folder.serve(tmp_path, status=403) as server, pytest.raises(ValueError, match="access denied") as caught:
+        storage.stat(server.replace("//", "//me:word@") + "/text.bin?sig=word")
     assert "word" not in str(caught.value)
     of_text = (
         "a 'http://me:word@h/b?sig=word': gone, https://h/c?sig=word=: gone (https://h/d?a=word); why? x@y s3://s/a?b"

@@ -9,6 +9,7 @@ from functools import partial
 from html import escape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 ELSEWHERE = ("?C=N;O=D", "?C=M;O=A", "#top", "../style.css", "mailto:me@h")
 
@@ -17,9 +18,15 @@ class WebFolder(SimpleHTTPRequestHandler):
     ranges = lists = True
     packs = False  # answers in full, compressed, whoever takes that
     stalls = ""  # paths that are not answered
+    status = 0  # of every answer, an error
+    tag = ""  # the version of every file
+    asked: ClassVar[list[str]] = []  # ranges that were asked for
 
     def send_head(self):
         path = self.translate_path(self.path)
+        if self.status:
+            self.send_error(self.status)
+            return None
         if self.stalls and re.search(self.stalls, self.path):
             time.sleep(5)
             return None
@@ -31,6 +38,7 @@ class WebFolder(SimpleHTTPRequestHandler):
             wanted = None
         if not (wanted and self.ranges and Path(path).is_file()):
             return super().send_head()
+        self.asked.append(wanted)
         first, last = map(int, wanted.removeprefix("bytes=").split("-"))
         data = Path(path).read_bytes()
         self.send_response(206)
@@ -40,6 +48,11 @@ class WebFolder(SimpleHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(data[first : last + 1])
         return None
+
+    def end_headers(self):
+        if self.tag:
+            self.send_header("ETag", self.tag)
+        super().end_headers()
 
     def list_directory(self, path):
         """As Apache's: its links sort the page, and some lead elsewhere."""
