@@ -16,7 +16,8 @@ import pytest
 
 from megabert.common import storage
 from megabert.data.shards import verify
-from tests.helpers import hub, prep_reading, web_folder
+from tests.helpers import prep_reading, web_folder
+from tests.helpers.hub import PUBLIC
 from tests.helpers.object_store import DROP, KEYS, PASS, TRUNCATE, UNAVAILABLE
 from tests.helpers.prep_builds import build, build_here, build_words, command, error_of, start
 from tests.helpers.prep_reading import PACK, archive, records, write_all, write_table
@@ -256,21 +257,21 @@ def test_passwords_and_queries_are_nowhere(name, mixed, options, tmp_path) -> No
     assert not [path for path in written if b"secret" in path.read_bytes()]
 
 
-def test_a_dataset_of_the_hub_by_its_name(topics, options, tmp_path, monkeypatch) -> None:
-    branch, url = tmp_path / "hub" / "refs%2Fconvert%2Fparquet", "hf://datasets/some/texts"
-    write_all(tmp_path / "hub" / "main", {"README.md": "about it"})
+def test_a_dataset_of_the_hub_by_its_name(topics, options, model_hub, tmp_path) -> None:
+    name, url, parquet = "datasets/some/texts", "hf://datasets/some/texts", {}
     for place, texts in (("train/0000", topics[:20]), ("train/0001", topics[20:]), ("test/0000", ["no"])):
-        path = branch / "default" / f"{place}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_table(path, pyarrow.table({"text": texts}))
-    build(branch / "default/train", tmp_path / "local", **options)
-    with hub.serving("some/texts", tmp_path / "hub", dataset=True) as address:
-        monkeypatch.setenv("HF_ENDPOINT", address)
-        done = build(url, tmp_path / "remote", **options)
-        assert f"{url}: reading its training split, {url}@refs/convert/parquet/default/train/*.parquet" in done.stdout
-        assert contents(tmp_path / "remote") == contents(tmp_path / "local")
-        shutil.copytree(branch / "default/train", branch / "other/train")
-        several = build(url, tmp_path / "several", code=2, **options)
-        assert f"{url}: has the configurations default, other; name one, as" in several.stderr
-        missing = build("hf://datasets/no/such", tmp_path / "none", code=2, **options)
-        assert "no such object or folder" in missing.stderr
+        path = tmp_path / f"{place}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        parquet[f"default/{place}.parquet"] = write_table(path, pyarrow.table({"text": texts})).read_bytes()
+    model_hub.add(name, PUBLIC, {"README.md": b"about it"})
+    model_hub.add(name, PUBLIC, parquet, "refs/convert/parquet")
+    build(tmp_path / "train", tmp_path / "local", **options)
+    done = build(url, tmp_path / "remote", **options)
+    assert f"{url}: reading its training split, {url}@refs/convert/parquet/default/train/*.parquet" in done.stdout
+    assert contents(tmp_path / "remote") == contents(tmp_path / "local")
+    other = {place.replace("default", "other"): data for place, data in parquet.items()}
+    model_hub.add(name, PUBLIC, parquet | other, "refs/convert/parquet")
+    several = build(url, tmp_path / "several", code=2, **options)
+    assert f"{url}: has the configurations default, other; name one, as" in several.stderr
+    missing = build("hf://datasets/no/such", tmp_path / "none", code=2, **options)
+    assert "no such object or folder" in missing.stderr

@@ -10,8 +10,7 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -81,27 +80,6 @@ class Hub:
         """Variables with which the hub's library finds it, and writes; `home` is for its cache."""
         quiet = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         return quiet | {"HF_ENDPOINT": self.address, "HF_TOKEN": TOKEN, "HF_HOME": str(home)}
-
-
-@contextmanager
-def serving(name: str, folder: Path, dataset: bool = False) -> Iterator[str]:
-    """The address of a hub whose one model is `name`, the files of `folder`, or whose one dataset, a folder a branch with a quoted
-    name."""
-    hub = Hub()
-
-    def read(*_: str) -> None:  # before each request: files may be added
-        for below in folder.iterdir() if dataset else [folder]:
-            files = {
-                path.relative_to(below).as_posix(): path.read_bytes() for path in below.rglob("*") if path.is_file()
-            }
-            branch = unquote(below.name) if dataset else "main"
-            hub.add(f"{'datasets' if dataset else 'models'}/{name}", PUBLIC, files, branch)
-
-    hub.fault = read
-    try:
-        yield hub.address
-    finally:
-        hub.close()
 
 
 class _HubRequests(BaseHTTPRequestHandler):

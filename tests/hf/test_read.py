@@ -17,7 +17,9 @@ from megabert.data.packing import pack
 from megabert.hf import model_folder, read
 from megabert.model import unpacked_inputs
 from tests.commands.test_convert import edit, make, rewrite
-from tests.helpers import fast_tokenizers, hub, runs
+from tests.helpers import fast_tokenizers, runs
+from tests.helpers.hub import PUBLIC
+from tests.helpers.prep_reading import contents
 from tests.helpers.refusal import refusal
 from tests.integration.conftest import command
 
@@ -220,20 +222,20 @@ print(codes)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True])
-def test_a_hub_name_is_downloaded_once(old: bool, tmp_path) -> None:
+def test_a_hub_name_is_downloaded_once(old: bool, model_hub, tmp_path) -> None:
     run = runs.make(tmp_path / "run", "uncased")
     export.export(run, tmp_path / "hf")
     if old:
         torch.save(load_file(tmp_path / "hf/model.safetensors"), tmp_path / "hf/pytorch_model.bin")
         (tmp_path / "hf/model.safetensors").unlink()
-    with hub.serving("some/bert", tmp_path / "hf") as address:
-        env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        done = command("-c", CALLS, tmp_path / "start", **env)
+    model_hub.add("models/some/bert", PUBLIC, contents(tmp_path / "hf"))
+    done = command("-c", CALLS, tmp_path / "start")
+    model_hub.close()
     assert "[0, 2, 0]" in done.stdout and done.stdout.startswith("[MASK]  "), done.stdout + done.stderr
     assert done.stderr.count("\n") == 1
     assert "error: some/bret: no such folder, and the hub has no public model of that name" in done.stderr
     assert (tmp_path / "start/config.toml").is_file()
-    away = command("-c", CALLS, tmp_path / "start2", **env)
+    away = command("-c", CALLS, tmp_path / "start2")
     assert "[0, 4, 0]" in away.stdout and away.stdout.splitlines()[0] == done.stdout.splitlines()[0]
     assert "some/bret: no such folder, and the hub cannot be reached" in away.stderr
 
