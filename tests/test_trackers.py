@@ -2,14 +2,10 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +14,7 @@ from megabert import sinks
 from megabert.common.run_files import METRICS, append_line
 from megabert.config import load
 from megabert.sinks import Guarded, JsonLines, Sinks
+from tests.integration.conftest import command
 
 SAMPLES = [{"row": 3, "tokens": ["a", " b"], "masks": [{"at": 1, "shown": "[MASK]", "predicted": [[" b", 0.5]]}]}]
 
@@ -96,10 +93,7 @@ def test_trackio_has_one_run_over_a_restart(tmp_path):
         "from trackio.sqlite_storage import SQLiteStorage as S\n"
         "print(json.dumps([name, S.get_runs('mine'), S.get_logs('mine', name)]))"
     )
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *sys.path])
-    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "db"), "PYTHONPATH": path}
-    command = [sys.executable, "-c", code, str(tmp_path / "mini")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    done = command("-c", code, tmp_path / "mini", TRACKIO_DIR=str(tmp_path / "db"))
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("["))
     name, runs, logs = json.loads(line)
