@@ -4,28 +4,21 @@
 """
 
 import random
-import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.executor.work_files import BuildJob
-from data_prep.options import BuildOptions
-from data_prep.stages.kept import KeptDocuments
-from data_prep.stages.read import read_task
-from data_prep.stages.train_tokenizer import train_files
 from data_prep.text import clean, sentences
-from megabert.data import tokenizer_files
 from megabert.data.shards import Dataset
-from megabert.data.text import clean_word, prepared, writes_without_spaces
+from megabert.data.text import clean_word, writes_without_spaces
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.encoding import TaskEncoding
-from megabert.finetune.files import SentenceExample, TextExample
+from megabert.finetune.files import SentenceExample
 from megabert.finetune.tasks import Task
 from tests.helpers.prep_builds import build_here, build_words, report
-from tests.helpers.prep_reading import plan, records, write, write_all
+from tests.helpers.prep_reading import records, write, write_all
 from tests.helpers.refusal import refusal
 
 SAMPLES = Path(__file__).parent / "scripts"
@@ -95,31 +88,6 @@ def test_little_is_lost_half_the_pairs_random(built):
     assert facts["truncated_tokens"] < 0.05 * (facts["corpus_tokens"] + facts["borrowed_tokens"])
     assert 0.45 <= facts["random_next_share"] <= 0.55
     assert report(folder)["read"]["sentences"] == sum(len(split(text)) for text in documents(language))
-
-
-def test_a_text_has_the_ids_of_its_build(built, tmp_path):
-    """Decomposed letters, control and invisible characters, words longer than the encoder takes."""
-    language, folder = built
-    texts = [unicodedata.normalize("NFD", text) for text in documents(language, 20)]
-    texts += [texts[0].replace(" ", "\x01 \u200b&amp; \x0b"), "".join(texts[1].split()) * 3]
-    write(tmp_path / "in.jsonl", records(texts))
-    options = BuildOptions(vocab_size=380, model_type="wordpiece", character_coverage=1.0)
-    write_all(tmp_path, train_files([*map(prepared, texts)], options))
-    for path in (folder / "tokenizer.model", tmp_path / "vocab.txt"):
-        tokenizer = Tokenizer.load(path)
-        job = BuildJob(BuildOptions(dedup=()), str(path), str(tmp_path), "stop", tokenizer.sha256)
-        (task,) = plan([tmp_path / "in.jsonl"])
-        read_task(job, task)
-        ((_, read),) = KeptDocuments(0, 0, mask="", held_tokens=0).load(job)
-        built_ids = np.split(read.tokens, np.cumsum(read.document_tokens())[:-1])
-        used = Task(name="texts", kind="classify", text=("0",), label="1", metrics=("accuracy",))
-        examples = [TextExample("", "", text, None, None) for text in texts]
-        items = TaskEncoding(used, tokenizer, ("0", "1"), 1 << 20).encode(examples)
-        exported = tokenizer_files.build(tokenizer)
-        for i, (text, ids, item) in enumerate(zip(texts, built_ids, items, strict=True)):
-            assert item.ids[1:-1].tolist() == ids.tolist()
-            assert exported.encode(prepared(text)).ids == item.ids.tolist()
-            assert i >= 20 or exported.encode(text, add_special_tokens=False).ids == ids.tolist()
 
 
 def test_tags_are_read_from_first_tokens(built):
