@@ -102,7 +102,8 @@ def test_files_of_an_export_are_replaced_when_asked(tmp_path: Path, capsys) -> N
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
     (folder / "extra").write_text("1")
     command = ["--model", str(run), "--output", str(folder)]
-    assert "is not empty" in refusal(capsys, export.main, *command) and (folder / "extra").is_file()
+    refused = refusal(capsys, export.main, *command)
+    assert "hf: is not empty; name another folder, or give --overwrite\n" in refused and (folder / "extra").is_file()
     assert export.main([*command, "--overwrite"]) == 0
     of_a_run = refusal(capsys, export.main, "--model", run, "--output", run, "--overwrite")
     assert "so it is not what --overwrite would replace" in of_a_run and (run / "checkpoints").is_dir()

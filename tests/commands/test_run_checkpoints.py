@@ -92,9 +92,6 @@ def test_what_cannot_be_averaged_or_repeated_is_named(run: Path, tmp_path: Path,
     assert f"{tmp_path / 'mean'}: has no updates to repeat; it was converted, averaged or saved" in said
     said = refusal(capsys, convert.main, "--model", run, "--vocab", DATA, "--no-nsp", "--run", tmp_path / "other")
     assert f"--no-nsp: {run} is a run, whose heads stay as they are; leave --no-nsp out" in said
-    export.export(run, tmp_path / "hf")
-    said = refusal(capsys, export.main, "--model", run, "--output", tmp_path / "hf")
-    assert "hf: is not empty; name another folder, or give --overwrite\n" in said
     runs.make(tmp_path / "start", "uncased")
     with pytest.raises(ValueError, match=f"^{DATA}/tokenizer.model: is not the tokenizer that"):
         evaluate_run(tmp_path / "start", str(DATA))

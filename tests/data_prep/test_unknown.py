@@ -7,7 +7,8 @@ import pytest
 from data_prep.__main__ import main
 from megabert.data import tokenizer_files
 from megabert.data.shards import Dataset
-from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from megabert.data.tokenizer import Tokenizer
+from tests.helpers import wordpiece
 from tests.helpers.prep_builds import build_here, sequences_of
 from tests.helpers.prep_reading import records, write
 
@@ -38,21 +39,13 @@ def build(folder, texts, **options):
     return build_here(path, folder / "out", **{"seq_len": 64, "workers": 1} | options)
 
 
-def letters_vocabulary(path, text):
-    """A vocab.txt with a token for each character, to begin a word and inside one."""
-    letters = sorted({*text} - {" "})
-    tokens = [*SPECIAL_TOKENS, *letters, *(f"##{c}" for c in letters)]
-    write(path.with_name("tokenizer_config.json"), '{"do_lower_case": false}')
-    return write(path, "".join(f"{token}\n" for token in tokens))
-
-
 @pytest.mark.parametrize("given", [False, True], ids=["trained", "given"])
 @pytest.mark.parametrize("language", WORDS)
 def test_long_phrases_are_not_unknown(language, given, tmp_path, capsys):
     texts = documents(language)
     options = {"model_type": "wordpiece", "character_coverage": 1, "vocab_size": 300}
     if given:
-        options = {"tokenizer": letters_vocabulary(tmp_path / "vocab.txt", "".join(texts))}
+        options = {"tokenizer": wordpiece.write_letters(tmp_path / "vocab.txt", "".join(texts))}
     report = build(tmp_path, texts, **options)
     none = {"tokens": 0, "characters": 0, "token_share": 0.0, "character_share": 0.0}
     assert report["unknown"] == report["corpora"]["input"]["unknown"] == none
@@ -72,7 +65,7 @@ def test_long_phrases_are_not_unknown(language, given, tmp_path, capsys):
 def test_unknown_characters_are_counted(tmp_path, capsys):
     """By file, corpus and number of workers; for WordPiece the whole word is lost."""
     other = [f"the fox ж щука river ж {text}" for text in english(405)[400:]]
-    options = {"tokenizer": letters_vocabulary(tmp_path / "vocab.txt", ENGLISH), "seq_len": (32, 64)}
+    options = {"tokenizer": wordpiece.write_letters(tmp_path / "vocab.txt", ENGLISH), "seq_len": (32, 64)}
     clean, russian = (write(tmp_path / f"{i}.jsonl", records(texts)) for i, texts in enumerate((english(), other)))
     inputs = [f"clean={clean}", f"mixed={russian}"]
     report, again = (build_here(inputs, tmp_path / f"out{n}", workers=n, **options) for n in (1, 2))
@@ -104,7 +97,7 @@ def test_unknown_characters_of_sentencepiece_are_those_alone(tmp_path):
 
 
 def test_dropped_documents_and_lines_are_not_counted(tmp_path):
-    tokenizer = letters_vocabulary(tmp_path / "vocab.txt", ENGLISH)
+    tokenizer = wordpiece.write_letters(tmp_path / "vocab.txt", ENGLISH)
     texts = [*english(), "щука ж", f"{ENGLISH} {ENGLISH}\nщука\n{ENGLISH}"]
     report = build(tmp_path, texts, tokenizer=tokenizer, filters=("min-words=20", "min-line-words=3"))
     assert report["unknown"]["characters"] == 0

@@ -31,6 +31,15 @@ def write(path: Path, cased: bool = False) -> Path:
     return path
 
 
+def write_letters(path: Path, text: str) -> Path:
+    """A cased vocab.txt with a token for each character of a text, to begin a word and inside one."""
+    letters = sorted({*text} - {" "})
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
+    path.with_name("tokenizer_config.json").write_text('{"do_lower_case": false}')
+    path.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+    return path
+
+
 def published() -> Path:
     path = DATA / "bert-base-uncased-vocab.txt"
     if not path.is_file():

@@ -90,7 +90,6 @@ def test_configs_of_the_first_releases_are_read() -> None:
     (MODERN, {"num_hidden_layers": 10**30}, "model.layers: Input should be less than or equal to 10000"),
     (SHAPE, {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' is not supported"),
     (SHAPE, {"hidden_act": "gelu_new"}, "hidden_act='gelu_new' is not supported, only 'gelu'"),
-    (SHAPE, {"embedding_size": 16}, "embedding_size=16 differs from hidden_size=32"),
     (SHAPE, {"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, is 0"),
     (SHAPE, {"pruned_heads": {"0": [1]}}, "pruned_heads"),
     (SHAPE, {"num_hidden_layers": "2"}, "num_hidden_layers must be a number, is '2'"),
