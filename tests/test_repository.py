@@ -15,7 +15,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.conftest import ROOT
+from tests.helpers import programs
+
 SHELL = ("launch/*.sh", "launch/kubernetes/*.sh", "launch/*.slurm", "examples/*.sh", ".ci/run")
 SCRIPTS = [path for pattern in SHELL for path in sorted(ROOT.glob(pattern))]
 MINIMAL = """
@@ -127,9 +129,7 @@ def test_an_old_python_or_a_missing_compiler_is_one_clear_line(tmp_path) -> None
     tools.mkdir()
     for name in ("bash", "sh", "find", "sort", "xargs", "sha256sum", "cut", "cat", "dirname", "grep", "rm", "env"):
         (tools / name).symlink_to(shutil.which(name) or f"/bin/{name}")
-    old = tools / "python3"
-    old.write_text("#!/bin/sh\nexit 1\n")
-    old.chmod(0o755)
+    programs.write(tools / "python3", "#!/bin/sh\nexit 1\n")
 
     for more, error in (
         ({}, "error: no Python 3.11 or newer on PATH"),
@@ -167,8 +167,7 @@ def test_an_environment_is_made_when_something_changed_and_only_the_project_with
     library = folder / "megabert/_native.abi3.so"
     library.touch()
     for name in ("first", "second"):
-        (tmp_path / name).write_text(STAND_IN.replace("NAME", name).replace("REAL", sys.executable))
-        (tmp_path / name).chmod(0o755)
+        programs.write(tmp_path / name, STAND_IN.replace("NAME", name).replace("REAL", sys.executable))
 
     def make_venv(python: str = "", where: Path = folder, **more: str) -> list[str]:
         calls = tmp_path / "calls"
@@ -198,9 +197,7 @@ def test_an_environment_is_made_when_something_changed_and_only_the_project_with
     assert make_venv("second") == ["made", *calls], "another Python makes another environment"
     assert make_venv() == []
     library.unlink()
-    tool = folder / ".venv/bin/tool"
-    tool.write_text(f"#!{tool.parent}/python\nprint('the tool runs')\n")
-    tool.chmod(0o755)
+    tool = programs.write(folder / ".venv/bin/tool", f"#!{folder}/.venv/bin/python\nprint('the tool runs')\n")
     assert make_venv() == calls, "make clean removed the native library"
     assert subprocess.run([tool], capture_output=True, text=True, check=True).stdout == "the tool runs\n"
     library.touch()
@@ -253,10 +250,8 @@ def test_nvcc_of_nvidias_wheels_comes_last(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     monkeypatch.syspath_prepend(tmp_path / "site")
     for place in ("site/nvidia/cu13/bin", "toolkit/bin", "path"):
-        nvcc = tmp_path / place / "nvcc"
-        nvcc.parent.mkdir(parents=True)
-        nvcc.write_text("#!/bin/sh\necho compute_80 compute_86 compute_89 compute_90")
-        nvcc.chmod(0o755)
+        said = "compute_80 compute_86 compute_89 compute_90"
+        nvcc = programs.write(tmp_path / place / "nvcc", f"#!/bin/sh\necho {said}")
         assert setup["find_nvcc"]() == str(nvcc)
     assert setup["architectures"](str(nvcc)) == "8.0;8.9;9.0+PTX", "of CUDA 12.4, which knows no sm_100"
 

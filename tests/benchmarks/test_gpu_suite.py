@@ -27,6 +27,7 @@ from benchmarks.gpu import pack
 from megabert import ops
 from megabert.common.processes import is_alive
 from tests.conftest import ROOT
+from tests.helpers import programs
 from tests.helpers.waiting import wait_until
 from tests.integration.conftest import command
 from tests.ops.oracle import needs_library
@@ -51,9 +52,8 @@ def test_an_item_that_crashes_or_hangs_is_one_failed_result() -> None:
 
 def test_what_an_item_leaves_behind_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detached process that still writes into the item's folder, and an nvidia-smi that does not end when asked."""
-    script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\ntrap '' TERM\necho \"198$2, 3201, 650.5, 60, [N/A]\"\nsleep 60\n")
-    script.chmod(0o755)
+    smi = "#!/bin/sh\ntrap '' TERM\necho \"198$2, 3201, 650.5, 60, [N/A]\"\nsleep 60\n"
+    programs.write(tmp_path / "nvidia-smi", smi)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     write = "import pathlib, sys, time\nend = time.monotonic() + 5\nwhile time.monotonic() < end: "

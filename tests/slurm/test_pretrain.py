@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import programs
 from tests.helpers.waiting import wait_until
 from tests.integration.conftest import BIN, MPI_AS_ROOT, ROOT, logged, output_of
 from tests.slurm.cluster import Cluster
@@ -190,10 +191,8 @@ def test_lost_ranks_and_mistakes_are_not_requeued(cluster, dataset, tmp_path) ->
     """A rank without progress is started again once on the nodes that the job has."""
     lost_in, mistaken_in = tmp_path / "lost", tmp_path / "mistake"
     mistaken_in.mkdir()
-    dies = lost_in / "python/python"  # a rank that the kernel kills as it starts
-    dies.parent.mkdir(parents=True)
-    dies.write_text("#!/usr/bin/env bash\nkill -9 $$\n")
-    dies.chmod(0o755)
+    # a rank that the kernel kills as it starts
+    programs.write(lost_in / "python/python", "#!/usr/bin/env bash\nkill -9 $$\n")
     (lost_in / "bin").symlink_to(lost_in / "python")
     lost = Job(cluster, lost_in, dataset, VENV=str(lost_in), MAX_RESTARTS="1", RESTART_WAIT="0")
     assert cluster.ended(lost.number) == "FAILED" and cluster.job(lost.number)["Restarts"] == "0"
