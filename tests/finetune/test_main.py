@@ -54,7 +54,6 @@ OF_TAGS = {"kind": "tag", "text": "", "label": "", "train": "train.conll", "dev"
     ({"layers": "3,4+1"}, "--layers 3,4\\+1: expected last, N"),
     ({"layers": "3,5", "freeze": " "}, "--layers 3,5: the model has 0 .embeddings. to 4"),
     ({"predict": "dev.tsv"}, "--kind: is for training"),
-    (PREDICT | {"max_length": "32"}, "--max-length: is for training"),
 ])  # fmt: skip
 def test_mistake_is_one_line_and_writes_nothing(changes, word, base, tmp_path, capsys) -> None:
     said = refusal(capsys, main, *arguments(base, tmp_path / "out", **changes))
