@@ -6,8 +6,8 @@ import torch
 
 from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
-from megabert.data.packing import pack, pack_line
 from megabert.hf.inference import can_pack, one_row, pack_weights
+from megabert.hf.packing import pack, pack_line
 from megabert.model import BertForPreTraining
 from tests.helpers import runs
 

@@ -12,12 +12,12 @@ from megabert import checkpoint, hf
 from megabert.checkpoint import Checkpoints
 from megabert.commands import average, convert, evaluate, export, features, fill, pairs
 from megabert.config import CheckpointConfig
-from megabert.data.pairs import Pair
 from megabert.engine.zero_layout import WEIGHT
 from megabert.finetune.__main__ import main as finetune
 from megabert.finetune.run import best_run, summarise
 from megabert.finetune.tasks import custom
 from megabert.objectives.minimal_pairs import build_table
+from megabert.objectives.pairs import Pair
 from tests.checkpoint.test_store import state
 from tests.commands.test_convert import make, rewrite
 from tests.finetune.test_run import result

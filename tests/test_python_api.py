@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 import megabert
 from megabert.commands import extraction
 from megabert.data.loader import Loader
-from megabert.data.packing import pack
 from megabert.data.tokenizer import Tokenizer
+from megabert.hf.packing import pack
 from tests.helpers import fast_tokenizers, runs
 from tests.helpers.golden_runs import DATA
 from tests.integration.conftest import command, logged

@@ -19,7 +19,7 @@ from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing, 
 from megabert.common.errors import command
 from megabert.common.hub import model_folder
 from megabert.common.logs import log
-from megabert.data.pairs import read_pairs
+from megabert.objectives.pairs import read_pairs
 
 PRECISION = "of the model: bf16 is faster where the processor has it, and makes ties"
 

@@ -1,1 +1,1 @@
-"""From shards to batches: shards, tokenizer, row order, masking, packing, batches and their loader."""
+"""From shards to batches: shards, tokenizer, row order, masking, batches and their loader."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megabert.data.batch import Update
-from megabert.data.packing import Packed, pack, pack_line
 from megabert.distributed.ranks import World
 from megabert.finetune.encoding import TaskItem
 from megabert.finetune.settings import Settings
+from megabert.hf.packing import Packed, pack, pack_line
 
 # Smallest row length, unless `max_length` is smaller: few shapes, and short items share rows.
 WIDTH = 128

@@ -21,13 +21,13 @@ from tqdm import tqdm
 
 from megabert.config import Config
 from megabert.data import tokenizer_files
-from megabert.data.packing import groups, pack, pack_line
-from megabert.data.pairs import Pair
 from megabert.data.tokenizer import Tokenizer, UnknownTokens
 from megabert.distributed.ranks import World
 from megabert.hf import Pretrained
 from megabert.hf.inference import on_every_core, one_row, pack_weights
+from megabert.hf.packing import groups, pack, pack_line
 from megabert.model import evaluating
+from megabert.objectives.pairs import Pair
 
 # tokens of masked copies in a batch, on the CPU for each core
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65536}

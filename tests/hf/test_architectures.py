@@ -16,8 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from megabert import ops
 from megabert.commands import convert, export
 from megabert.config import Config, OpsConfig
-from megabert.data.packing import pack
 from megabert.hf import mapping, read
+from megabert.hf.packing import pack
 from megabert.model import BertForPreTraining, unpacked_inputs
 from tests.helpers import runs, tiny, wordpiece
 from tests.helpers.ranks import run_ranks

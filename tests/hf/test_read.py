@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 import megabert
 from megabert import hf as pretrained
 from megabert.commands import convert, export, fill
-from megabert.data.packing import pack
 from megabert.hf import model_folder, read
+from megabert.hf.packing import pack
 from megabert.model import unpacked_inputs
 from tests.commands.test_convert import edit, make, rewrite
 from tests.helpers import fast_tokenizers, runs

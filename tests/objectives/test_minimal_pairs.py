@@ -14,9 +14,9 @@ from benchmarks.race.dataset import default_text
 from megabert import hf
 from megabert.commands import export, pairs
 from megabert.data import tokenizer_files
-from megabert.data.pairs import Pair, read_pairs
 from megabert.objectives import minimal_pairs
 from megabert.objectives.minimal_pairs import PairsWhileTraining, SentenceScorer, build_table, score_sentences
+from megabert.objectives.pairs import Pair, read_pairs
 from tests.helpers import runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusal import refusal

@@ -13,7 +13,7 @@ from torch import Tensor
 from megabert import ops
 from megabert.config import ModelConfig, OpsConfig
 from megabert.data.batch import compact_lengths
-from megabert.data.packing import pack
+from megabert.hf.packing import pack
 from megabert.model import BertForPreTraining
 from megabert.ops import attention, backend
 from megabert.ops.attention import local_keys

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megabert.data.packing import groups, pack
+from megabert.hf.packing import groups, pack
 
 
 @pytest.mark.parametrize("causal", [False, True])
