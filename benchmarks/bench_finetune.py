@@ -217,7 +217,7 @@ def described(model: Path) -> dict[str, Any]:
 def exported(name: str, model: Path, work: Path) -> Path:
     """A Hugging Face folder of a model: itself, or one made here."""
     from megabert.commands.export import export
-    from megabert.common.hub import is_model_folder
+    from megabert.hf.hub import is_model_folder
 
     if is_model_folder(model):
         return model

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from megabert.common.arguments import Parser, refuse_missing
 from megabert.common.errors import command
 from megabert.common.files import refuse_existing
-from megabert.common.hub import WEIGHT_FILES, is_model_folder, model_folder, refuse_finetuned
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG
+from megabert.hf.hub import WEIGHT_FILES, is_model_folder, model_folder, refuse_finetuned
 
 # the configuration in the run folder that continues from it
 TOML = "config.toml"

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from megabert.common.arguments import MODEL, Parser
 from megabert.common.errors import command
-from megabert.common.hub import model_folder
 from megabert.common.logs import log
 from megabert.common.storage import is_url
+from megabert.hf.hub import model_folder
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 

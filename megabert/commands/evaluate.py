@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megabert.common.arguments import MODEL, Parser
 from megabert.common.errors import command
-from megabert.common.hub import model_folder
+from megabert.hf.hub import model_folder
 
 
 def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> dict[str, float | int]:

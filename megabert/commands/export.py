@@ -21,11 +21,11 @@ from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing
 from megabert.common.environment import require_packages
 from megabert.common.errors import OK, command, interrupted
 from megabert.common.files import atomic_folder, files_below, refuse_existing, write_tensors
-from megabert.common.hub import model_folder
 from megabert.common.hub_upload import MAIN, Repository
 from megabert.common.logs import log
 from megabert.common.run_files import checkpoints_folder
 from megabert.common.storage import is_url
+from megabert.hf.hub import model_folder
 
 if TYPE_CHECKING:
     from megabert.hf import Pretrained

@@ -15,7 +15,7 @@ from pathlib import Path
 from megabert import POOLS
 from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, parse_layers, refuse_missing, refuse_replacing
 from megabert.common.errors import command
-from megabert.common.hub import model_folder
+from megabert.hf.hub import model_folder
 
 POOLING = (
     "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing
 from megabert.common.errors import command
-from megabert.common.hub import model_folder
+from megabert.hf.hub import model_folder
 
 if TYPE_CHECKING:
     from megabert.hf import Pretrained

@@ -17,8 +17,8 @@ from typing import Any
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing, refuse_replacing
 from megabert.common.errors import command
-from megabert.common.hub import model_folder
 from megabert.common.logs import log
+from megabert.hf.hub import model_folder
 from megabert.objectives.pairs import read_pairs
 
 PRECISION = "of the model: bf16 is faster where the processor has it, and makes ties"

@@ -23,9 +23,9 @@ from megabert.common import storage
 from megabert.common.arguments import Parser
 from megabert.common.errors import command
 from megabert.common.files import write_atomically
-from megabert.common.hub import download_folder
 from megabert.common.logs import duration, log
 from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, TROUBLE, json_lines
+from megabert.hf.hub import download_folder
 
 OUTPUT = "report.html"
 # beginning of a report; no other file is overwritten

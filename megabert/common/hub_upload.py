@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any, TypeVar
 
 from megabert.common import storage
 from megabert.common.errors import Failed
-from megabert.common.hub import NAME
 
 T = TypeVar("T")
 MAIN = "main"
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # OWNER/NAME
 
 
 class Repository:

@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any
 
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
 from megabert.common.files import write_atomically
-from megabert.common.hub import model_folder
 from megabert.common.logs import log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
 from megabert.finetune.tasks import Task
+from megabert.hf.hub import model_folder
 
 if TYPE_CHECKING:
     from megabert.distributed.session import Session

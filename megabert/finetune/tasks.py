@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megabert.common.hub import model_folder
+from megabert.hf.hub import model_folder
 
 # file in a fine-tuned model's folder
 DESCRIPTION = "task.json"

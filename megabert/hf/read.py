@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megabert import checkpoint, config
 from megabert.common.files import atomic_folder, canonical
-from megabert.common.hub import INDEX, WEIGHT_FILES, is_model_folder, model_folder, refuse_finetuned, weights_in
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG, TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig, replace
@@ -32,6 +31,7 @@ from megabert.data.shards import Manifest
 from megabert.data.tokenizer import CONTINUATION, MAX_WORD, Tokenizer, checked_casing, refuse_other_tokenizer
 from megabert.data.tokenizer_json import NORMALIZER, added_tokens_beside, bert_normalizer, renamed_beside
 from megabert.hf import mapping, relatives
+from megabert.hf.hub import INDEX, WEIGHT_FILES, is_model_folder, model_folder, refuse_finetuned, weights_in
 from megabert.model import BertForPreTraining, meta_model, truncated_normal
 
 # tokenizer files in a Hugging Face folder

@@ -9,7 +9,7 @@ import pytest
 
 from megabert.common import storage
 from megabert.common.errors import Failed, exit_code
-from megabert.common.hub import download_folder, model_folder
+from megabert.hf.hub import download_folder, model_folder
 from tests.helpers.hub import PUBLIC, _HubRequests
 from tests.helpers.object_store import PASS, Proxy
 

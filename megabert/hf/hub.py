@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -13,11 +12,11 @@ from pathlib import Path
 from megabert.common import storage
 from megabert.common.errors import Failed
 from megabert.common.files import atomic_folder, cache_folder, lock
+from megabert.common.hub_upload import NAME
 from megabert.common.logs import log
 from megabert.common.run_files import BEST, IN_CHECKPOINT, holds_checkpoint
 
 UNUSED = 86_400.0  # seconds after which an older copy of a URL's model is removed
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # OWNER/NAME
 # weight files of a Hugging Face model, preferred format first
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
