@@ -1,4 +1,4 @@
-"""Text before tokens: its cleaning, sentence ends of all scripts, scripts without spaces, and offsets of tokens in the text.
+"""Text before tokens: its cleaning, sentence ends of all scripts, and scripts without spaces.
 
 The same functions clean text for a dataset and for a model's input. A `form` is Unicode's normal form of the text: NFC, NFKC, or ""
 for text that stays as it is composed.
@@ -6,14 +6,10 @@ for text that stays as it is composed.
 
 from __future__ import annotations
 
-import functools
 import re
-import sys
 import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Literal
-
-import numpy as np
 
 # Marks of direction, soft hyphens, byte order marks, C1 controls and noncharacters. The zero-width joiner and non-joiner are not among
 # them: emoji, Persian and scripts of India are spelled with them.
@@ -88,30 +84,11 @@ def prepared(text: str, form: Form = "NFC") -> str:
     cleaned by `clean_word`. Spaces around the text become single ones.
     """
     for rule in RULES:
-        text = "".join(new for *_, new in _segments(text, rule(text)))
+        text = "".join(new for *_, new in segments(text, rule(text)))
     return unicodedata.normalize(form, text) if form else text
 
 
-def prepared_with_places(text: str, form: Form = "NFC") -> tuple[str, np.ndarray]:
-    """`prepared(text, form)`, and int64 [its length, 2]: for each of its characters the range of characters of `text` that it came
-    from.
-
-    An inserted space has the range of the character before it.
-    """
-    place = np.arange(len(text))
-    places = np.stack([place, place + 1], 1)
-    for rule in (*RULES, functools.partial(_normalized, form=form)):
-        parts = [places[:0]]
-        segments = list(_segments(text, rule(text)))
-        for start, end, new in segments:
-            same = new == text[start:end]
-            parts.append(places[start:end] if same else np.tile([places[start, 0], places[end - 1, 1]], (len(new), 1)))
-        places = np.concatenate(parts)
-        text = "".join(new for *_, new in segments)
-    return text, places
-
-
-def _segments(text: str, replacements: Iterator[Replacement]) -> Iterator[Replacement]:
+def segments(text: str, replacements: Iterator[Replacement]) -> Iterator[Replacement]:
     """All of `text` in order: the ranges that are replaced, and the unchanged ones between them."""
     at = 0
     for start, end, new in replacements:
@@ -162,94 +139,13 @@ def escaped(characters: str) -> str:
 BORDER = rf"(?![\p{{M}}{escaped(ATTACHED)}])(?<![{escaped(ATTACHING)}])"
 
 
-def _normalized(text: str, form: Form) -> Iterator[Replacement]:
-    """Characters with the marks that follow them, where the form changes them."""
-    if not form or unicodedata.is_normalized(form, text):
-        return
-    for match in _composable().finditer(text):
-        if (new := unicodedata.normalize(form, match[0])) != match[0]:
-            yield match.start(), match.end(), new
-
-
-@functools.cache
-def _composable() -> re.Pattern[str]:
-    """A character with all that may compose with it or be reordered: marks, second halves of compositions, Hangul's vowels and
-    finals, and characters that a form replaces by one of these and more."""
-    joins = [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)]
-    for code in range(sys.maxunicode + 1):
-        parts = unicodedata.decomposition(chr(code)).split()
-        if unicodedata.combining(chr(code)):
-            joins.append(code)
-        elif len(parts) == 2 and parts[0][0] != "<":
-            joins.append(int(parts[1], 16))
-    known = {*map(chr, joins)}
-    replaced = (c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.decomposition(c))
-    joins += [ord(c) for c in replaced if unicodedata.normalize("NFKD", c)[0] in known]
-    return re.compile(f".[{''.join(map(chr, joins))}]*", re.DOTALL)
-
-
 # the steps of `prepared` before the form, in order
 RULES = (_replacing(CONTROLS, " "), _separations, _replacing(SPACES, " "), _long_words, _replacing(INVISIBLE, ""))
-
-
-def offsets_in_original(text: str, encoded: str, offsets: np.ndarray, form: Form) -> np.ndarray:
-    """Offsets int64 [n, 2] in `encoded`, which is `prepared(text, form)` or `text`, as offsets in `text`."""
-    if encoded == text:
-        return offsets
-    same, places = prepared_with_places(text, form)
-    assert same == encoded
-    starts, ends = np.append(places[:, 0], len(text)), np.append(0, places[:, 1])
-    first = starts[offsets[:, 0]]
-    last = ends[offsets[:, 1]]
-    return np.stack([first, np.where(offsets[:, 0] == offsets[:, 1], first, last)], 1)
-
-
-def without_blanks(text: str, offsets: np.ndarray) -> np.ndarray:
-    """`offsets` int64 [n, 2] with each start moved past blanks, which SentencePiece includes in the token after them."""
-    blank = _blank()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
-    solid = np.append(np.flatnonzero(~blank), len(text))
-    offsets[:, 0] = np.minimum(solid[np.searchsorted(solid, offsets[:, 0])], offsets[:, 1])
-    return offsets
-
-
-@functools.cache
-def _blank() -> np.ndarray:
-    """bool [all code points]: whether it is a separator, control or format character of Unicode."""
-    kinds = {"Zs", "Zl", "Zp", "Cc", "Cf"}
-    return np.array([unicodedata.category(chr(c)) in kinds for c in range(sys.maxunicode + 1)])
 
 
 def writes_without_spaces(character: str) -> bool:
     """Whether a character's script has no spaces between words."""
     return character >= FIRST_WITHOUT and any(first <= ord(character) <= last for first, last in NO_SPACES)
-
-
-def find_words(text: str) -> list[tuple[int, int]]:
-    """First character, and one past the last, of each word: a run of letters, marks and digits, or one other non-blank
-    character. In a script without spaces a character with its marks is a word."""
-    words: list[tuple[int, int]] = []
-    for at, character in enumerate(text):
-        kind = unicodedata.category(character)[0]
-        if kind in "ZC":
-            continue
-        before = text[at - 1 : at]
-        if (
-            words and words[-1][1] == at and kind in "LMN" and unicodedata.category(before)[0] in "LMN"
-            and not begins_unit(character) and (writes_without_spaces(character) or not writes_without_spaces(before))
-        ):  # fmt: skip
-            words[-1] = words[-1][0], at + 1
-        else:
-            words.append((at, at + 1))
-    return words
-
-
-def stand_together(before: str, after: str) -> bool:
-    """Whether two words have no space between them: one is in a script without spaces, the other too or punctuation."""
-    edges = before[-1:], after[:1]
-    without = [bool(c) and writes_without_spaces(c) for c in edges]
-    return any(without) and all(
-        w or unicodedata.category(c or " ")[0] == "P" for w, c in zip(without, edges, strict=True)
-    )
 
 
 def begins_unit(token: str) -> bool:

@@ -37,7 +37,7 @@ import sentencepiece
 
 from megabert.common.files import canonical
 from megabert.common.logs import log
-from megabert.data.text import BORDER, Form, begins_unit, offsets_in_original, prepared, without_blanks
+from megabert.data.text import BORDER, Form, begins_unit, prepared
 
 if TYPE_CHECKING:
     import torch
@@ -285,21 +285,6 @@ class Tokenizer:
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         """As `encode_texts`, of words without a space before them, as in texts without spaces."""
         return self.encode_texts(words)
-
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-        """Ids of each text as of `encode_texts`, and int64 [n, 2]: first character of each token, and one past its last. Of a
-        SentencePiece model; `megabert.data.tokenizer_files` has those of all that can be exported.
-
-        Offsets are in the text as given, before normalisation, without blanks before the token. Both offsets are equal for a token
-        without characters: a blank, or one of several tokens of a single character.
-        """
-        cleaned = [prepared(text, self.form) for text in texts]
-        encoded = self.processor.encode(cleaned, return_type="offset_mapping", num_threads=1)
-        found = []
-        for text, clean, one in zip(texts, cleaned, encoded, strict=True):
-            offsets = without_blanks(clean, np.array(one["offsets"], np.int64).reshape(-1, 2))
-            found.append((one["ids"], offsets_in_original(text, clean, offsets, self.form)))
-        return found
 
     def is_of(self, sha256: str) -> bool:
         """Whether a dataset whose tokenizer has this SHA-256 was built with this tokenizer, or with its file as it is: a WordPiece

@@ -26,8 +26,6 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from megabert.data.text import BORDER, CLOSING, CONTROLS, GLUED, INVISIBLE, SPACES, Form, escaped
 from megabert.data.text import MAX_WORD as MAX_SLICE
 from megabert.data.tokenizer import (
@@ -94,16 +92,6 @@ def _encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
         encode = tokenizer.encode_texts if part[:1].isspace() else tokenizer.encode_inside
         ids += [names[name], *encode([part])[0]]
     return ids
-
-
-def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-    """`encode` of each text, and int64 [n, 2]: first character of each token, and one past its last, as the exported tokenizer has
-    them."""
-    library = exported(tokenizer)
-    if library is None:
-        return tokenizer.encode_with_offsets(texts)
-    encoded = library.encode_batch(list(texts), add_special_tokens=False)
-    return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
 
 
 def build(tokenizer: Tokenizer, separators: int = 1) -> Any:

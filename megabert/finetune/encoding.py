@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from megabert.common.logs import log
-from megabert.data.text import stand_together
+from megabert.data import tokenizer_files
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.files import Example, QuestionExample, SentenceExample, TextExample
+from megabert.finetune.offsets import encode_with_offsets, stand_together
 from megabert.finetune.tasks import BINARY_METRICS, LABELLED, Task
 
 # Tokens; from the code of Devlin et al. 2019.
@@ -158,16 +159,12 @@ class TaskEncoding:
         return self.max_length - 2 - self.separators
 
     def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        from megabert.data import tokenizer_files
-
         return [np.array(ids, np.int32) for ids in tokenizer_files.encode(self.tokenizer, texts)]
 
     def _ids_and_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 [n], int64 [n, 2]) of each text."""
-        from megabert.data import tokenizer_files
-
         for at in range(0, len(texts), CHUNK):
-            for ids, offsets in tokenizer_files.encode_with_offsets(self.tokenizer, texts[at : at + CHUNK]):
+            for ids, offsets in encode_with_offsets(self.tokenizer, texts[at : at + CHUNK]):
                 yield np.array(ids, np.int32), offsets
 
     @cached_property

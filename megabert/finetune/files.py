@@ -17,7 +17,7 @@ from typing import Any
 
 from megabert.common import tables
 from megabert.common.logs import log
-from megabert.data.text import find_words
+from megabert.finetune.offsets import find_words
 from megabert.finetune.tasks import RANKING_METRICS, Task
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")

@@ -1,37 +1,8 @@
-"""Invisible characters go, controls become spaces, and every character has its place in the original."""
+"""Invisible characters go, and controls become spaces."""
 
-import random
-import re
 import unicodedata
 
-import pytest
-
-from megabert.data.text import GLUED_END, MAX_WORD, Form, clean_word, prepared, prepared_with_places
-
-PARTS = ["a", "&amp;", "&lt", "\u200b", "\u2066", "\xad", "é", " ", "文", "\u0301", "\u0323", "\u1112\u1161", "\u11ab", "か", "\u3099", "。", "」", "\x0b", "\x01", "\x00", "ﬁ", "x²", "\uff76", "\uff9e", "㈱", "\u314f", "\u3131", "\u200c", "\xa8"]  # fmt: skip
-
-
-@pytest.mark.parametrize("form", ["NFC", "NFKC", ""])
-def test_cleaned_characters_have_their_original_places(form: Form) -> None:
-    rng = random.Random(0)
-    for _ in range(3000):
-        text = "".join(rng.choices(PARTS, k=rng.randint(0, 9)))
-        found, places = prepared_with_places(text, form)
-        assert found == prepared(text, form)
-        cleaned = re.sub(r"(。+」*)(?=[^\s。」])", r"\1 ", re.sub("[\x00\x01\x0b]", " ", text))
-        assert found.split() == " ".join(clean_word(word, form) for word in cleaned.split()).split()
-        assert all(clean_word(word, form) == word for word in found.split()), text
-        assert places.shape == (len(found), 2) and (places[:, 0] < places[:, 1]).all()
-        for character, (first, last) in zip(found, places.tolist(), strict=True):
-            assert character in f"{prepared(text[first:last], form)} ", (text, character)
-
-
-def test_vowels_of_two_marks_are_reordered() -> None:
-    """Of Tibetan; their own combining class is 0."""
-    for form in ("NFC", "NFKC"):
-        found, places = prepared_with_places("\u0f40\u0f74\u0f73", form)
-        assert found == prepared("\u0f40\u0f74\u0f73", form) == "\u0f40\u0f71\u0f72\u0f74"
-        assert places.tolist() == [[0, 3]] * 4
+from megabert.data.text import GLUED_END, MAX_WORD, clean_word, prepared
 
 
 def test_a_long_run_of_sentence_ends_is_searched_once() -> None:

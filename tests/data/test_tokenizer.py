@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from megabert.data import tokenizer_files
 from megabert.data.tokenizer import MAX_BYTES, SPECIAL_IDS, SPECIAL_TOKENS, Casing, Tokenizer
+from megabert.finetune.offsets import encode_by_sentencepiece, encode_with_offsets
 from tests.helpers import runs, wordpiece
 
 TEXT = [*runs.TEXT[:2], "A language model learns which words follow which, and how often they do so."]
@@ -22,7 +22,7 @@ KOREAN = [*SPECIAL_TOKENS, "한국", "##어", "책"]
 def with_offsets(tokenizer, texts):
     """By SentencePiece itself, or by the exported tokenizer."""
     own = tokenizer.kind == "sentencepiece"
-    return tokenizer.encode_with_offsets(texts) if own else tokenizer_files.encode_with_offsets(tokenizer, texts)
+    return (encode_by_sentencepiece if own else encode_with_offsets)(tokenizer, texts)
 
 
 def train(path, **changes):

@@ -14,6 +14,7 @@ from data_prep.stages.train_tokenizer import normal_form, train_files
 from megabert.data import tokenizer_files
 from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
+from megabert.finetune.offsets import encode_with_offsets
 from tests.helpers import fast_tokenizers, runs
 from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import write, write_all
@@ -65,7 +66,7 @@ def same_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     built = ids_of_build(texts, tokenizer)
     exported = tokenizer_files.build(tokenizer)
     ids = tokenizer.encode_texts(texts)
-    assert ids == built == [found for found, _ in tokenizer_files.encode_with_offsets(tokenizer, texts)]
+    assert ids == built == [found for found, _ in encode_with_offsets(tokenizer, texts)]
     assert ids == [exported.encode(text, add_special_tokens=False).ids for text in texts]
     if tokenizer.kind == "sentencepiece":  # also of characters that become [UNK]
         ours = [tokenizer.processor.normalize(prepared(text, tokenizer.form)).strip("\u2581") for text in texts]

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer as Library
 from megabert.commands import export
 from megabert.commands.extraction import Extractor
 from megabert.data import tokenizer_files
-from megabert.data.text import find_words
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune import files, prediction, save
 from megabert.finetune.encoding import (
@@ -28,6 +27,7 @@ from megabert.finetune.encoding import (
     warn_truncated,
 )
 from megabert.finetune.files import QuestionExample, SentenceExample, TextExample
+from megabert.finetune.offsets import find_words
 from megabert.finetune.tasks import PRESETS, Task, custom
 from megabert.hf.read import load
 from megabert.objectives.minimal_pairs import SentenceScorer
