@@ -120,13 +120,9 @@ def dataset_metrics(name: str, metrics: Mapping[str, float], bytes_per_token: fl
 def bytes_per_token(dataset: Dataset, tokenizer: Tokenizer, causal: bool) -> float:
     """Mean UTF-8 bytes of the predicted tokens of a dataset's rows, including the space before a word. `causal`: [SEP], which has none,
     is among them. Raises as `Dataset.read`."""
-    specials = list(tokenizer.special_ids.values())  # the padding among them
-    predicted = np.ones(tokenizer.vocab_size, dtype=bool)
-    predicted[specials] = False
-    predicted[tokenizer.special_ids["sep"]] = causal
-    counts = token_counts(dataset, predicted)
+    counts = token_counts(dataset, tokenizer.predicted(causal))
     sizes = np.array([len(token) for token in tokenizer.token_bytes()])
-    sizes[specials] = 0
+    sizes[list(tokenizer.special_ids.values())] = 0
     return float(counts @ sizes / max(counts.sum(), 1))
 
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megabert import ops
@@ -222,7 +221,7 @@ def build_engine(
     if world.is_main and world.device.type == "cuda" and (problem := ops.missing_kernels("cuda")):
         log.warning(f"{problem}; training runs on torch's own kernels")
     if config.model.frequency_bias and not resume_point.state and not (config.init_from or config.distill.teacher):
-        counts = token_frequencies(config, datasets[0], tokenizer, world)
+        counts = on_main(world, lambda: token_counts(datasets[0], tokenizer.predicted(config.causal_updates)).tolist())
     torch.manual_seed(config.seed)
 
     def build() -> BertForPreTraining:
@@ -247,19 +246,6 @@ def refuse_above_memory(model: ModelConfig) -> None:
             f"the model's weights are {needed:,.0f} GiB in fp32, this machine's memory is {memory:g} GiB; lower model.layers, "
             "model.hidden, model.intermediate or model.max_positions"
         )
-
-
-def token_frequencies(config: Config, dataset: AnyDataset, tokenizer: Tokenizer, world: World) -> list[int]:
-    """Number of occurrences of each id that the run predicts, counted by rank 0. A collective. Raises ValueError if rows cannot be
-    read."""
-
-    def count() -> list[int]:
-        predicted = np.ones(tokenizer.vocab_size, dtype=bool)
-        predicted[list(tokenizer.special_ids.values())] = False
-        predicted[tokenizer.special_ids["sep"]] = config.causal_updates
-        return token_counts(dataset, predicted).tolist()
-
-    return on_main(world, count)
 
 
 # -- 5. resume -------------------------------------------------------------------------------------------------------

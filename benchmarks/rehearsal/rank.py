@@ -160,7 +160,8 @@ class RehearsedEngine(Engine):
 
     def train_update(self, update: Any, lr: float, veto: Callable[[float], bool] | None = None) -> UpdateResult:
         """An update that changes no weight, with losses of 1."""
-        for segment, view in self.layout.segments():
+        for segment, flat in ((s, master.tensor) for master in self.layout.masters for s in master.segments):
+            view = flat[segment.start : segment.end]
             expected = (torch.arange(segment.offset, segment.stop) % 4093 + segment.index).float()
             if update.step == 0:
                 view.copy_(expected)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from megabert.checkpoint import run_lock
 from megabert.checkpoint.format import (
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from megabert.checkpoint.mirror import Mirror
     from megabert.engine import Engine, Snapshot
 
+T = TypeVar("T")
 STEP = re.compile(r"step-(\d{8,})")
 POINTER = "pointer.json"
 SAVING = ".saving-"  # prefix of folders that are not committed yet, or are being removed
@@ -202,8 +203,7 @@ class Checkpoints:
     def finish_mirror(self) -> None:
         """Wait until the mirror, if there is one, is up to date, and close it. A collective. Raises Failed if the
         upload fails."""
-        if self.settings is not None and self.settings.mirror:
-            on_main_long(self.world, self.mirror.close if self.mirror is not None else lambda: None)
+        self._ask_mirror(lambda mirror: mirror.close(), None)
 
     def _replace(self, temporary: Path, step: int, manifest: bytes) -> list[Path]:
         """Commit a checkpoint, and rename those that it makes obsolete; returns the renamed folders, to be removed."""
@@ -341,7 +341,8 @@ class Checkpoints:
                 return path
             reasons.append(problem)
             if not asked:  # of several damaged ones once, since the store does not change meanwhile
-                asked, older = True, [other for other in self._steps_in_mirror() if other < step]
+                there: list[int] = self._ask_mirror(lambda mirror: mirror.steps(), [])
+                asked, older = True, [other for other in there if other < step]
                 candidates = sorted({*candidates, *older}, reverse=True)
         if reasons:
             raise ValueError(
@@ -351,22 +352,16 @@ class Checkpoints:
 
     def _take_from_mirror(self, path: Path, problem: str) -> bool:
         """Replace a damaged checkpoint by the copy in the run's mirror; whether it has a whole one. A collective."""
-        if self.settings is None or not self.settings.mirror:
-            return False
-
-        def replaced() -> bool:
-            if self.mirror is None or not self.mirror.replace_step(path.name):
-                return False
+        replaced = self._ask_mirror(lambda mirror: mirror.replace_step(path.name), False)
+        if replaced and self.mirror is not None:
             log.warning(f"{problem}: replaced by the copy in {self.mirror.url}")
-            return True
+        return replaced
 
-        return on_main_long(self.world, replaced)
-
-    def _steps_in_mirror(self) -> list[int]:
-        """Steps of the complete checkpoints in the run's mirror. A collective."""
+    def _ask_mirror(self, ask: Callable[[Mirror], T], otherwise: T) -> T:
+        """The JSON answer of the run's mirror to rank 0; `otherwise` without one. A collective."""
         if self.settings is None or not self.settings.mirror:
-            return []
-        return on_main_long(self.world, lambda: [] if self.mirror is None else self.mirror.steps())
+            return otherwise
+        return on_main_long(self.world, lambda: otherwise if self.mirror is None else ask(self.mirror))
 
     @property
     def state(self) -> dict[str, Any]:

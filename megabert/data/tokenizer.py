@@ -252,6 +252,13 @@ class Tokenizer:
         """The normalisation where it is guessed, and what to do if it is not so; "" where it is known."""
         return ""
 
+    def predicted(self, causal: bool = False) -> np.ndarray:
+        """bool [vocab_size]: the ids that a model predicts, all but the special ones; `causal`: [SEP] too."""
+        predicted = np.ones(self.vocab_size, bool)
+        predicted[list(self.special_ids.values())] = False
+        predicted[self.sep_id] = causal
+        return predicted
+
     def token_bytes(self) -> list[bytes]:
         """UTF-8 of the text of each token, including the space before a word; some are parts of a character."""
         return [bytes.fromhex(match[1]) if (match := BYTE.fullmatch(t)) else t.encode() for t in self.tokens]

@@ -80,13 +80,6 @@ class ZeroLayout:
     def names(self) -> tuple[str, ...]:
         return tuple(self.shapes)
 
-    def segments(self) -> Iterator[tuple[FlatSegment, Tensor]]:
-        """Every segment of this rank with its view of the master weights."""
-        for master in self.masters:
-            flat = master.tensor.detach().view(-1)
-            for segment in master.segments:
-                yield segment, flat[segment.start : segment.end]
-
     def units(self, parts: Mapping[str, Sequence[int]]) -> tuple[dict[Tensor, tuple[FlatSegment, ...]], int]:
         """Each master's segments by units, which have a trust ratio each, and the number of units.
 
@@ -156,19 +149,17 @@ class ZeroLayout:
 
         Bits are summed as integers to keep them exactly: as floats -0.0 + 0 would be 0.0.
         """
-        local: dict[int, list[tuple[FlatSegment, Tensor]]] = {}
-        for segment, view in self.segments():
-            local.setdefault(segment.index, []).append((segment, view))
+        local: dict[str, list[ParameterSlice]] = {}
+        for part in self.copies(world, {n: {WEIGHT: master.tensor} for n, master in enumerate(self.masters)}):
+            local.setdefault(part.name, []).append(part)
         whole: dict[str, Tensor] = {}
-        for index, (name, shape) in enumerate(self.shapes.items()):
-            if not self.partitioned and world.rank:
-                continue
+        for name, shape in self.shapes.items():
             buffer = torch.zeros(shape.numel(), dtype=torch.float32, device=world.device)
-            for segment, view in local.get(index, ()):
-                buffer[segment.offset : segment.stop] = view
-            if self.partitioned and world.size > 1:
+            for part in local.get(name, ()):
+                buffer[part.offset : part.offset + part.length] = part.values[WEIGHT]
+            if world.size > 1:
                 torch.distributed.reduce(buffer.view(torch.int32), dst=0)
-            if world.rank == 0:
+            if world.is_main:
                 whole[name] = buffer.cpu().view(shape)
         return whole
 

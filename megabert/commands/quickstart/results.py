@@ -83,9 +83,7 @@ def predictions(filler: Filler, text: str) -> str:
 
 def main(run: str, data: str) -> None:
     trained, held_out = hf.load(run), evaluation.held_out(data)
-    words = np.ones(trained.tokenizer.vocab_size, bool)
-    words[list(trained.tokenizer.special_ids.values())] = False
-    counts = token_counts(Dataset(data), words)
+    counts = token_counts(Dataset(data), trained.tokenizer.predicted())
 
     lines = json_lines(Path(run) / METRICS)
     logged = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
