@@ -7,7 +7,6 @@ what it is too slow for, never stops or delays training.
 from __future__ import annotations
 
 import importlib
-import json
 import queue
 import re
 import threading
@@ -19,9 +18,9 @@ from typing import Any, TextIO
 
 from megabert.common.environment import require_packages
 from megabert.common.errors import describe
-from megabert.common.files import add_path_when_full, write_atomically
+from megabert.common.files import add_path_when_full
 from megabert.common.logs import log
-from megabert.common.run_files import METRICS, SAMPLES, SINK_IDS, as_json, read_step, read_tail
+from megabert.common.run_files import METRICS, SAMPLES, as_json, read_step, read_tail
 from megabert.config import Config
 
 EVALUATED = re.compile(b'"(eval/|samples")')  # in the lines of an evaluation
@@ -250,26 +249,3 @@ def trackers(config: Config) -> Iterator[tuple[str, Any, str]]:
 def check_packages(config: Config) -> None:
     """Raises as `trackers`."""
     list(trackers(config))
-
-
-def known_id(folder: Path, name: str, resume_step: int) -> str:
-    """The id of a tracker's run that this run continues; "" for a new one."""
-    file = folder / SINK_IDS
-    return str(json.loads(file.read_text()).get(name, "")) if resume_step >= 0 and file.is_file() else ""
-
-
-def keep_id(folder: Path, name: str, run_id: str) -> None:
-    """Remember the id of a tracker's run, for the next job."""
-    file = folder / SINK_IDS
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    write_atomically(file, json.dumps(known | {name: run_id}).encode())
-
-
-def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a line: numbers whose name has a section."""
-    return {name: value for name, value in values.items() if "/" in name and isinstance(value, int | float)}
-
-
-def final(results: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of the last evaluation under the names of final ones."""
-    return {f"final/{name.split('/', 1)[-1]}": value for name, value in results.items()}

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,16 @@ from megabert.common.files import atomic_file, sync, write_atomically
 SWEEP_BYTES = 1 << 30
 
 StageFunction = Callable[[BuildJob, Any], ItemResult]
+
+
+class BarStream:
+    """stderr for a progress bar; `write` ignores a closed stream, as `logs.write` does."""
+
+    def write(self, text: str) -> None:
+        logs.write(text, sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -164,7 +175,7 @@ class Stages:
             unit=unit,
             unit_scale=unit == "B",
             disable=not self._progress,
-            file=logs.BarStream(),
+            file=BarStream(),
             leave=False,
             bar_format=shape,
         )

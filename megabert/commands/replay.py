@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megabert.common import chain
 from megabert.common.arguments import Parser
 from megabert.common.errors import INTERRUPTED, OK, command
 from megabert.common.run_files import CONFIG, METRICS, as_json, checkpoint_name, checkpoints_folder, json_lines
@@ -50,8 +51,6 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
     """The updates to repeat: by default up to the newest checkpoint, from the one before it. Raises ValueError if there is no
     checkpoint of `begin`, or the configuration changed in between."""
     folder = checkpoints_folder(run)
-    from megabert.common import chain
-
     entries = chain.read(folder)
     newest = entries[-1]["step"]
     if not newest:
@@ -146,8 +145,6 @@ def copy_start(of: Interval, folder: Path) -> None:
 def recorded(run: Path, of: Interval) -> dict[tuple[int, str], Any]:
     """The run's records of the updates, by step and name: metrics of log lines, and digests of weights. Means since the last log
     line are left out if that depended on the clock."""
-    from megabert.common import chain
-
     by_clock = of.config.log.seconds > 0
     lines = list(json_lines(run / METRICS))
     lines += [{"step": entry["step"], WEIGHTS: entry[WEIGHTS]} for entry in chain.read(run / "checkpoints")]
@@ -202,8 +199,6 @@ def near(name: str, was: Any, now: Any) -> bool:
 def differences_of_place(of: Interval, folder: Path) -> str:
     """Differences between the repetition and the run besides data and configuration; "" without any."""
     import torch
-
-    from megabert.common import chain
 
     *_, replayed = chain.read(folder / "checkpoints")
     unlike = [name for name in chain.MACHINE if any(entry[name] != replayed[name] for entry in of.entries)]

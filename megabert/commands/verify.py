@@ -9,14 +9,17 @@ a published one. `megabert replay` shows that the data leads to these weights.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megabert.common import chain, environment
 from megabert.common.arguments import Parser
 from megabert.common.errors import command
-from megabert.common.run_files import CONFIG, STARTS, checkpoints_folder
+from megabert.common.files import canonical
+from megabert.common.run_files import CONFIG, METRICS, SAMPLES, STARTS, checkpoints_folder, read_step
 
 # fields of `config.json` besides those of a chain entry
 MORE = ("config", "datasets", "command")
@@ -24,10 +27,26 @@ MORE = ("config", "datasets", "command")
 STARTED_WITH = ("revision", "versions", "command", "config_sha256")
 
 
+def check_logs(run: Path, entries: Sequence[Mapping[str, Any]]) -> int:
+    """The number of log lines after the newest entry, which no entry covers. Raises ValueError naming the file and the steps whose
+    lines were changed."""
+    uncovered = 0
+    for name in chain.LOGS:
+        data, begin, step = (run / name).read_bytes() if (run / name).exists() else b"", 0, 0
+        for entry in entries:
+            end, sha256 = entry["logs"][name]
+            if hashlib.sha256(data[begin:end]).hexdigest() != sha256 or end > len(data):
+                raise ValueError(f"{run / name}: the lines of steps {step} to {entry['step']} were changed")
+            begin, step = end, entry["step"]
+        rest = data[begin:].splitlines()
+        if name in (METRICS, SAMPLES) and any(read_step(line) <= step for line in rest):
+            raise ValueError(f"{run / name}: lines of step {step} or earlier were added")
+        uncovered += len(rest)
+    return uncovered
+
+
 def check_config(run: Path, state: Mapping[str, Any]) -> None:
     """Raises ValueError unless `config.json` is that of the newest checkpoint, whose state is `state`, or of a later start."""
-    from megabert.common import chain
-    from megabert.common.files import canonical
     from megabert.config import flat, from_dict
 
     path, names = run / CONFIG, {*chain.CIRCUMSTANCES, *MORE} - {"world_size"}
@@ -51,7 +70,6 @@ def check_checkpoints(run: Path, entries: Sequence[Mapping[str, Any]]) -> tuple[
     """The steps of kept checkpoints, newest first, and the state of the newest. Raises ValueError naming a changed file, or a
     checkpoint that is missing or has no entry."""
     from megabert.checkpoint import kept_manifests
-    from megabert.common import chain
 
     by_step, newest, steps = {entry["step"]: entry for entry in entries}, entries[-1]["step"], list[int]()
     state: dict[str, Any] = {}
@@ -101,14 +119,12 @@ def main(argv: list[str] | None = None) -> None:
     add("--head", default="", metavar="DIGEST", help="published head, also of an earlier step")
     args = parser.parse_args(argv)
     run, folder = Path(args.run), checkpoints_folder(args.run)
-    from megabert.common import chain, environment
-
     entries = chain.read(folder)
     *_, last = entries
     published = [entry["step"] for entry in entries if entry["sha256"] == args.head]
     if args.head and not published:
         raise ValueError(f"{run}: the chain has no entry {args.head}: it is not the run whose head was published")
-    uncovered = chain.check_logs(run, entries)
+    uncovered = check_logs(run, entries)
     steps, state = check_checkpoints(run, entries)
     if "phase_datasets" not in state or state["dataset"].startswith("none, "):
         raise ValueError(f"{run}: was converted or averaged, not trained, so there is no data to verify it by")

@@ -83,24 +83,6 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def check_logs(run: Path, entries: list[dict[str, Any]]) -> int:
-    """The number of log lines after the newest entry, which no entry covers. Raises ValueError naming the file and the steps whose
-    lines were changed."""
-    uncovered = 0
-    for name in LOGS:
-        data, begin, step = (run / name).read_bytes() if (run / name).exists() else b"", 0, 0
-        for entry in entries:
-            end, sha256 = entry["logs"][name]
-            if hashlib.sha256(data[begin:end]).hexdigest() != sha256 or end > len(data):
-                raise ValueError(f"{run / name}: the lines of steps {step} to {entry['step']} were changed")
-            begin, step = end, entry["step"]
-        rest = data[begin:].splitlines()
-        if name in (METRICS, SAMPLES) and any(read_step(line) <= step for line in rest):
-            raise ValueError(f"{run / name}: lines of step {step} or earlier were added")
-        uncovered += len(rest)
-    return uncovered
-
-
 def _logged(path: Path, begin: int, step: int) -> tuple[int, str]:
     """Byte offset of the end of a log's lines up to `step`, and the SHA-256 of the lines from byte `begin` to there."""
     data = b""

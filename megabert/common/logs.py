@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 log = logging.getLogger("megabert")
 LEVELS = ("debug", "info", "warning", "error")
@@ -68,16 +68,6 @@ def write(text: str, stream: TextIO | None) -> None:
         with contextlib.suppress(OSError):  # a stream without a descriptor
             os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-
-
-class BarStream:
-    """stderr for a progress bar; `write` ignores a closed stream, as this module's `write` does."""
-
-    def write(self, text: str) -> None:
-        write(text, sys.stderr)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stderr, name)
 
 
 def flush() -> None:

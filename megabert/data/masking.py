@@ -343,13 +343,6 @@ def _slots(chosen: np.ndarray, n: int, seq_len: int) -> tuple[np.ndarray, np.nda
 # -- masking by configuration ----------------------------------------------------------------------------------------
 
 
-def largest_capacity(config: Config, seq_len: int) -> int:
-    """The largest number of prediction slots of a row in any update."""
-    if config.causal_updates:
-        return seq_len
-    return max(phase.config.data.masking.capacity(seq_len) for phase in list_phases(config))
-
-
 def held_out_masking(config: Config) -> MaskingConfig:
     """The masking of held-out rows in every phase: that of the last phase, but always by token, at the rate of evaluation.
 

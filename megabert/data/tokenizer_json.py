@@ -36,12 +36,6 @@ USUAL = {
 }
 # roles with other names in Hugging Face's files
 INSTEAD = {"cls": "bos", "sep": "eos"}
-# fields of BERT's normalizer by those of a tokenizer_config.json
-BERT_FIELDS = {
-    "lowercase": "do_lower_case",
-    "strip_accents": "strip_accents",
-    "handle_chinese_chars": "tokenize_chinese_chars",
-}
 # fields of BERT's normalizer by those of `Casing`
 NORMALIZER = {"lowercase": "lowercase", "strip_accents": "strip_accents", "ideographs": "handle_chinese_chars"}
 # words to test whether tokens cross words
@@ -136,7 +130,7 @@ def bert_normalizer(tree: Mapping[str, Any], path: Path) -> Any:
     if not named or not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
         return normalizer
     base.read_casing(path.with_name(CONFIG))
-    fields = {name: config[field] for name, field in BERT_FIELDS.items() if field in config}
+    fields = {NORMALIZER[name]: config[field] for name, field in base.CASING_FIELDS.items() if field in config}
     return normalizer | {"strip_accents": None} | fields
 
 

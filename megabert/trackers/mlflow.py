@@ -15,7 +15,8 @@ from typing import Any
 
 from megabert.common.logs import log
 from megabert.config import Config, flat
-from megabert.sinks import Sink, final, keep_id, known_id, numbers
+from megabert.sinks import Sink
+from megabert.trackers import final, keep_id, known_id, numbers
 
 LONGEST = 6000  # characters of a parameter that a server takes
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from megabert.common.run_files import METRICS, read_step, read_tail
 from megabert.config import Config, flat
-from megabert.sinks import Sink, final, numbers
+from megabert.sinks import Sink
+from megabert.trackers import final, numbers
 
 # TensorBoard sorts groups by name and shows the first one: the losses and the learning rate
 FIRST_CURVES = {"train/loss": "1_loss/training", "eval/mlm_loss": "1_loss/held_out", "train/lr": "1_loss/learning_rate"}

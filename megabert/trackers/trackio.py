@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megabert.config import Config
-from megabert.sinks import Sink, final, keep_id, known_id, numbers
+from megabert.sinks import Sink
+from megabert.trackers import final, keep_id, known_id, numbers
 
 
 class Trackio(Sink):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megabert import config as configuration
+from megabert.commands.plan.workload import largest_capacity
 from megabert.config import MaskingConfig
-from megabert.data.masking import MaskingVocabulary, held_out_masking, largest_capacity, mask
+from megabert.data.masking import MaskingVocabulary, held_out_masking, mask
 from megabert.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from tests.helpers import fast_tokenizers, runs, streams
 from tests.helpers.rows import VOCAB, make_rows, vocabulary

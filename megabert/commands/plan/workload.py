@@ -31,7 +31,6 @@ from megabert.config import (
     shares,
     to_deepspeed,
 )
-from megabert.data.masking import largest_capacity
 from megabert.data.mixture import check_data_fits, open_mixture
 from megabert.data.shards import Manifest
 from megabert.engine import DTYPES, precision
@@ -145,6 +144,13 @@ def states(parameters: int, precision: str, stage: int, world: int, one_moment: 
         "masters": 4 * share if stage else 4.0 * mixed * parameters,
         "moments": (8.0 * parameters - 4.0 * one_moment) / (world if stage else 1),
     }
+
+
+def largest_capacity(config: Config, seq_len: int) -> int:
+    """The largest number of prediction slots of a row in any update."""
+    if config.causal_updates:
+        return seq_len
+    return max(phase.config.data.masking.capacity(seq_len) for phase in list_phases(config))
 
 
 def activations(config: Config, seq_len: int) -> float:
