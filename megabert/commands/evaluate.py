@@ -30,8 +30,8 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     from megabert.config import replace
     from megabert.data.masking import held_out_masking
     from megabert.data.mixture import distinct_names
-    from megabert.data.tokenizer import UnknownTokens
     from megabert.engine import precision
+    from megabert.hf.unknown_tokens import UnknownTokens
 
     folders = [data] if isinstance(data, str) else list(data)
     datasets, folder = [evaluation.held_out(each) for each in folders], hf.model_folder(run)

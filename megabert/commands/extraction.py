@@ -24,11 +24,11 @@ from megabert.common.files import large_atomic_file
 from megabert.common.logs import log
 from megabert.common.streaming import in_order
 from megabert.data import tokenizer_files
-from megabert.data.tokenizer import UnknownTokens
 from megabert.engine import DTYPES
 from megabert.hf import Pretrained
 from megabert.hf.inference import on_every_core, one_row, pack_weights, read_layers, vector_width
 from megabert.hf.packing import groups, pack, pack_line
+from megabert.hf.unknown_tokens import UnknownTokens
 
 # batches that are sorted by length together, and whose vectors are in memory together
 SORTED = 8

@@ -43,8 +43,8 @@ class Filler:
             raise ValueError(f"the text has no {MASK}{f' or {own}' * (own != MASK)}; put one where a word is wanted")
         import torch
 
-        from megabert.data.tokenizer import UnknownTokens
         from megabert.hf.packing import pack
+        from megabert.hf.unknown_tokens import UnknownTokens
         from megabert.model import evaluating
 
         if any("\ud800" <= character <= "\udfff" for character in text):

@@ -8,7 +8,7 @@ The file is read once, then hashed and parsed. The kind is recognised by content
                    has characters of its own for ▁ and ▅, which SentencePiece reserves
     wordpiece      BERT's published `vocab.txt`: UTF-8, a token a line, [PAD] first, the other special tokens anywhere.
                    The normalisation is not in it but in a tokenizer_config.json beside it, as in Hugging Face's folders,
-                   or else in a tokenizer.json there, or given by the caller. Without these it is guessed: cased where
+                   or else in a tokenizer.json there. Without these it is guessed: cased where
                    lower-casing would change some token outside square brackets; otherwise text is lower-cased and loses its
                    accents (Devlin et al. 2019's two releases). If it is not as guessed, the SHA-256 is of both files'
                    content. One that data_prep trained names the normal form of its text there, and keeps the characters
@@ -36,7 +36,6 @@ import numpy as np
 import sentencepiece
 
 from megabert.common.files import canonical
-from megabert.common.logs import log
 from megabert.data.text import BORDER, Form, begins_unit, prepared
 
 if TYPE_CHECKING:
@@ -63,8 +62,6 @@ MAX_BYTES = 256 << 20
 MAX_WORD = 100
 # texts encoded at once
 CHUNK = 4096
-# share of a file's tokens above which [UNK] is worth a warning
-MOST_UNKNOWN = 0.01
 
 # Hugging Face's file beside a vocab.txt, and its fields by those of `Casing`
 CONFIG = "tokenizer_config.json"
@@ -193,13 +190,10 @@ class Tokenizer:
         self.spaced = False
 
     @staticmethod
-    def load(
-        path: str | os.PathLike[str], lowercase: bool | None = None, strip_accents: bool | None = None
-    ) -> Tokenizer:
+    def load(path: str | os.PathLike[str]) -> Tokenizer:
         """Read, hash, parse and check a tokenizer file. ValueError names the file and what is wrong with it.
 
-        `lowercase` and `strip_accents` of a vocab.txt override a tokenizer_config.json beside it. Tokens that files beside it add to
-        its vocabulary belong to it.
+        Tokens that files beside it add to its vocabulary belong to it.
         """
         path = Path(path)
         try:
@@ -215,13 +209,12 @@ class Tokenizer:
 
         if data.lstrip().startswith(b"{"):
             return tokenizer_json.load(path, data)
-        casing: dict[str, Any] = {"lowercase": lowercase, "strip_accents": strip_accents}
+        casing: dict[str, Any] = {}
         beside = path.with_name(CONFIG)
         if _first_binary_byte(data) is None:
-            known = read_casing(beside) if beside.is_file() else {}
-            if known.get("lowercase") is None and known.get("strip_accents") is None:
-                known |= tokenizer_json.casing_beside(path)
-            casing = known | {name: value for name, value in casing.items() if value is not None}
+            casing = read_casing(beside) if beside.is_file() else {}
+            if casing.get("lowercase") is None and casing.get("strip_accents") is None:
+                casing |= tokenizer_json.casing_beside(path)
         return tokenizer_json.with_added(Tokenizer.parse(data, path, casing))
 
     @staticmethod
@@ -312,30 +305,6 @@ class Tokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError
-
-
-@dataclass
-class UnknownTokens:
-    """Share of [UNK] among the tokens of a file or another source of texts."""
-
-    tokenizer: Tokenizer
-    unknown: int = 0
-    tokens: int = 0
-
-    def add(self, rows: Iterable[Sequence[int] | np.ndarray]) -> UnknownTokens:
-        """Count the tokens of texts, given as ids; none if the tokenizer has no token for unknown ones."""
-        for ids in rows if self.tokenizer.unk_id != self.tokenizer.pad_id else ():
-            self.unknown += int(np.equal(ids, self.tokenizer.unk_id).sum())
-            self.tokens += len(ids)
-        return self
-
-    def warn(self, source: object) -> None:
-        """Log the share of `source` if it is above MOST_UNKNOWN."""
-        if self.unknown > MOST_UNKNOWN * self.tokens:
-            log.warning(
-                f"{source}: {self.unknown / self.tokens:.1%} of its tokens are {self.tokenizer.tokens[self.tokenizer.unk_id].strip()}: "
-                f"{self.tokenizer.path} lacks their characters; take a model with a tokenizer that has them"
-            )
 
 
 def list_texts(texts: Any) -> list[str]:

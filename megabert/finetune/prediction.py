@@ -19,7 +19,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megabert.common.streaming import in_order
-from megabert.data.tokenizer import UnknownTokens
 from megabert.distributed.ranks import World, discover
 from megabert.finetune import files, save, scores
 from megabert.finetune.batches import ItemLayout, collate
@@ -29,6 +28,7 @@ from megabert.finetune.save import Finetuned
 from megabert.finetune.tasks import Task
 from megabert.hf.inference import on_every_core, one_row, pack_weights
 from megabert.hf.packing import groups as groups_of
+from megabert.hf.unknown_tokens import UnknownTokens
 from megabert.model import evaluating
 
 # Tokens of a forward pass in evaluations.

@@ -40,7 +40,7 @@ from megabert.common.files import hash_file, write_atomically
 from megabert.common.logs import aligned, duration, hide_secrets, log
 from megabert.config import Config, WatchdogConfig
 from megabert.data.batch import Update
-from megabert.data.tokenizer import Tokenizer, UnknownTokens
+from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import RankError, World, check_same, on_main
 from megabert.distributed.session import Session
 from megabert.distributed.signals import REQUEUE, Stop
@@ -55,6 +55,7 @@ from megabert.finetune.save import Described
 from megabert.finetune.settings import Settings, list_runs
 from megabert.finetune.tasks import Task, find, goodness
 from megabert.hf import Pretrained, mapping
+from megabert.hf.unknown_tokens import UnknownTokens
 from megabert.metrics import Meter
 from megabert.trainer import Trainer
 

@@ -21,11 +21,12 @@ from tqdm import tqdm
 
 from megabert.config import Config
 from megabert.data import tokenizer_files
-from megabert.data.tokenizer import Tokenizer, UnknownTokens
+from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World
 from megabert.hf import Pretrained
 from megabert.hf.inference import on_every_core, one_row, pack_weights
 from megabert.hf.packing import groups, pack, pack_line
+from megabert.hf.unknown_tokens import UnknownTokens
 from megabert.model import evaluating
 from megabert.objectives.pairs import Pair
 
