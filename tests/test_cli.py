@@ -207,7 +207,7 @@ MISTAKES = {
     DATA + "init_moments=true": "init_moments=true: name the run whose weights and moments start this one",
     DATA + "schedule.budget_minutes=9": "schedule.budget_minutes: has no effect without schedule.by=minutes; ",
     DATA + "--deepspeed_config nowhere": "nowhere: No such file or directory",
-    DATA + "--deepspeed_config text.txt": "--deepspeed_config text.txt: is not JSON ",
+    DATA + "--deepspeed_config text.txt": "--deepspeed_config text.txt: not valid JSON ",
     DATA + "--max-time soon": "--max-time soon: write 90 (minutes), ",
     DATA + "--profile 3": "--profile 3: write the first and the last update, as 10:20",
     DATA + "--profile-rank 9": "--profile-rank 9: must be in [0, 1)",

@@ -262,6 +262,17 @@ def compact(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
+def parse_object(data: bytes, where: str | Path, advice: str = "") -> dict[str, Any]:
+    """The JSON object that `data` is. Raises ValueError of the file `where`, with the `advice` at its end, for anything else."""
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not valid JSON ({error!s:.100}){advice}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{where}: must hold one JSON object{advice}")
+    return tree
+
+
 def digest(tree: Mapping[str, Any], field: str, text: Any = canonical) -> str:
     """SHA-256 in hex of all fields of `tree` but `field`, as JSON by `text`."""
     return hashlib.sha256(text({name: value for name, value in tree.items() if name != field})).hexdigest()

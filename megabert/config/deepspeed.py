@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from megabert.common.files import parse_object
 from megabert.config.schema import Config, replace
 
 # Keys of a user's file without effect or with another one, and what to do instead.
@@ -23,15 +23,7 @@ CONFIG_KEYS = {
 
 def read_deepspeed(file: str) -> dict[str, Any] | None:
     """The keys of a user's DeepSpeed file; None without a file. Raises ValueError or OSError naming the file."""
-    if not file:
-        return None
-    try:
-        tree = json.loads(Path(file).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"--deepspeed_config {file}: is not JSON ({error})") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"--deepspeed_config {file}: must hold one JSON object")
-    return tree
+    return parse_object(Path(file).read_bytes(), f"--deepspeed_config {file}") if file else None
 
 
 def to_deepspeed(config: Config, world_size: int) -> dict[str, Any]:

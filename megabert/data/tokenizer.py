@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import sentencepiece
 
-from megabert.common.files import canonical
+from megabert.common.files import canonical, parse_object
 from megabert.data.text import BORDER, Form, begins_unit, prepared
 
 if TYPE_CHECKING:
@@ -115,11 +114,8 @@ def read_casing(path: Path) -> dict[str, Any]:
     Raises ValueError for a damaged file and for a tokenizer that splits text differently from BERT's.
     """
     fields = CASING_FIELDS | {"turkic": TRAINED_FIELDS["turkic"]}
-    try:
-        tree = json.loads(path.read_bytes())
-        values = {name: tree.get(field) for name, field in fields.items()}
-    except (ValueError, AttributeError, RecursionError):
-        raise ValueError(f"{path}: is not a JSON object; remove it or save the tokenizer again") from None
+    tree = parse_object(path.read_bytes(), path, "; remove it or save the tokenizer again")
+    values = {name: tree.get(field) for name, field in fields.items()}
     refuse_other_tokenizer(tree, path)
     form = tree.get(TRAINED_FIELDS["form"])
     if form is not None and form not in list(FORMS):

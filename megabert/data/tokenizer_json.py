@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megabert.common.files import canonical
+from megabert.common.files import canonical, parse_object
 from megabert.data import tokenizer as base
 from megabert.data.tokenizer import BYTE, CONFIG, SPECIAL_IDS, SPECIAL_TOKENS, Tokenizer, without_space
 
@@ -104,12 +104,12 @@ def _entry(i: int | None, token: Any) -> dict[str, Any]:
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
     file = path.with_name(name)
-    return _object(file.read_bytes(), file) if file.is_file() else {}
+    return parse_object(file.read_bytes(), file) if file.is_file() else {}
 
 
 def load(path: Path, data: bytes) -> FastTokenizer:
     """The tokenizer of a tokenizer.json or a vocab.json with merges.txt, with the tokens that the files beside it add."""
-    tree, merges = _object(data, path), path.with_name(MERGES)
+    tree, merges = parse_object(data, path), path.with_name(MERGES)
     if "model" not in tree and merges.is_file():
         data = _of_merges(path, merges)
     else:
@@ -193,16 +193,6 @@ def _of_merges(path: Path, merges: Path) -> bytes:
     return made.to_str().encode()
 
 
-def _object(data: bytes, path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error!s:.100})") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: must hold one JSON object")
-    return tree
-
-
 class FastTokenizer(Tokenizer):
     """A tokenizer.json from its bytes; `named`: its known special tokens by role; `added`: tokens to add, as of
     `added_tokens_beside`."""
@@ -220,7 +210,7 @@ class FastTokenizer(Tokenizer):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
-        self.path, self.tree, self._doubt = path, {"added_tokens": []} | _object(data, path), doubt
+        self.path, self.tree, self._doubt = path, {"added_tokens": []} | parse_object(data, path), doubt
         try:
             self.processor = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises plain Exception

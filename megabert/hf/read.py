@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megabert import checkpoint, config
-from megabert.common.files import atomic_folder, canonical
+from megabert.common.files import atomic_folder, canonical, parse_object
 from megabert.common.logs import log
 from megabert.common.run_files import CONFIG, TOKENIZER_FILES
 from megabert.config import Config, DataConfig, MaskingConfig, ModelConfig, OpsConfig, replace
@@ -256,16 +255,12 @@ def start_state(source: Path, cfg: Config, tokenizer: Tokenizer) -> dict[str, An
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError naming the file when it holds none."""
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise ValueError("is too large")
-        tree = json.loads(path.read_bytes())
+        size = path.stat().st_size
     except FileNotFoundError:
         raise ValueError(f"{path}: not found") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error!s:.100})") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: must hold one JSON object")
-    return tree
+    if size > LARGEST_JSON:
+        raise ValueError(f"{path}: not valid JSON (is too large)")
+    return parse_object(path.read_bytes(), path)
 
 
 def read_weights(folder: Path, model: ModelConfig, renamed: Mapping[str, str]) -> tuple[Path, dict[str, Tensor]]:

@@ -241,7 +241,7 @@ def test_a_users_deepspeed_file_only_adds_keys() -> None:
 def test_a_malformed_deepspeed_file_is_named(tmp_path) -> None:
     assert c.read_deepspeed("") is None
     file = tmp_path / "d.json"
-    for text, message in (("{'a': 1}", "is not JSON"), ("[1]", "must hold one JSON object")):
+    for text, message in (("{'a': 1}", "not valid JSON"), ("[1]", "must hold one JSON object")):
         file.write_text(text)
         with pytest.raises(ValueError, match=rf"d\.json: {message}"):
             c.read_deepspeed(str(file))

@@ -293,7 +293,7 @@ def test_a_malformed_casing_config_is_named(tmp_path):
         ('{"do_lower_case": "no"}', r"tokenizer_config.json: do_lower_case is 'no', must be true or false"),
         ('{"unicode_form": "NFD"}', "unicode_form is 'NFD', must be one of NFC, NFKC, none"),
         ('{"unicode_form": ["NFC"]}', r"unicode_form is \['NFC'\], must be one of NFC, NFKC, none"),
-        ("[]", "is not a JSON object"),
+        ("[]", "must hold one JSON object; remove it or save the tokenizer again"),
     ):
         path.with_name("tokenizer_config.json").write_text(config)
         with pytest.raises(ValueError, match=message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -11,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
 from megabert.common import storage
-from megabert.common.files import compact, digest, refuse_newer, sealed, write_atomically
+from megabert.common.files import compact, digest, parse_object, refuse_newer, sealed, write_atomically
 from megabert.data.shards.layout import shard_bytes
 
 MANIFEST, SCHEMA = "manifest.json", 1
@@ -150,12 +149,7 @@ class Manifest(BaseModel):
     @staticmethod
     def parse(text: bytes, where: str) -> Manifest:
         """Check the text of a manifest; `where` is the file name at the beginning of errors."""
-        try:
-            raw = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: not valid JSON ({error}); rebuild the dataset") from None
-        if not isinstance(raw, dict):
-            raise ValueError(f"{where}: the file must hold one JSON object")
+        raw = parse_object(text, where, "; rebuild the dataset")
         refuse_newer(raw.get("schema"), SCHEMA, where)
         try:
             manifest = Manifest.model_validate(raw)
