@@ -15,7 +15,7 @@ from megabert.checkpoint.store import STEP, Checkpoints, committed_step
 from megabert.common import errors
 from megabert.common.run_files import checkpoint_name
 from megabert.config import CheckpointConfig
-from megabert.distributed.ranks import RankError, World, discover, on_every_rank
+from megabert.distributed.ranks import RankError, discover, on_every_rank
 from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice, Snapshot
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def load_weights(source: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]
 
     Not a collective; the files of moments are not read. Raises ValueError naming `source` if it has no complete checkpoint.
     """
-    checkpoints = Checkpoints(source, _lone_rank())
+    checkpoints = Checkpoints(source, discover({}))
     path = _find_newest(checkpoints, weights_only=True)
     stored = StoredTensors.of_checkpoint(path, checkpoints.manifest, checkpoints.world)
     weights = {name: weight.view(stored.shapes[name]) for _, name, weight in stored.gather_all(WEIGHT)}
@@ -72,7 +72,7 @@ def _check_moments(manifest: Mapping[str, Any], source: str | Path, current: str
 def kept_manifests(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     """The manifest of each checkpoint of a run, newest first, after verifying its files. Raises ValueError naming a file that was
     changed."""
-    checkpoints = Checkpoints(run_dir, _lone_rank())
+    checkpoints = Checkpoints(run_dir, discover({}))
     for step in checkpoints.steps():
         if problem := checkpoints.verify(checkpoints.folder / checkpoint_name(step)):
             raise ValueError(f"{checkpoints.folder}: {problem}")
@@ -91,12 +91,8 @@ def write_start(run_dir: str | Path, weights: Mapping[str, Tensor], state: Mappi
     """
     slices = [ParameterSlice(name, 0, {WEIGHT: weight.reshape(-1)}) for name, weight in weights.items()]
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    checkpoints = Checkpoints(run_dir, _lone_rank(), CheckpointConfig(asynchronous=False))
+    checkpoints = Checkpoints(run_dir, discover({}), CheckpointConfig(asynchronous=False))
     checkpoints.save_snapshot(Snapshot(shapes, slices, [], START), {**state, "step": 0}, time.perf_counter())
-
-
-def _lone_rank() -> World:
-    return World(0, 0, 1, discover({}).device, "gloo", "single")
 
 
 def _find_newest(checkpoints: Checkpoints, weights_only: bool = False) -> Path:

@@ -62,8 +62,7 @@ def write(
     """Write config, weights, tokenizer and model card, which calls the model `name` (default: as the folder). `pool`: "mean" or "cls"
     adds the files of sentence-transformers, for pooled vectors of length 1; `onnx` the masked-language model as ONNX. Raises ValueError
     naming what cannot be exported or a wrong `output`, without writing anything."""
-    from megabert.data import tokenizer_files
-    from megabert.hf import mapping, model_card, sentence_folder
+    from megabert.hf import mapping, model_card, sentence_folder, tokenizer_folder
     from megabert.hf.read import MLM_HEAD
 
     model, causal = pretrained.config.model, pretrained.config.data.masking.causal
@@ -78,8 +77,8 @@ def write(
     card = model_card.render(pretrained, name or Path(output).resolve().name, config["architectures"][0])
     weights = mapping.to_huggingface(pretrained.weights, model)
     separators = mapping.pair_separators(model)
-    files = tokenizer_files.files(pretrained.tokenizer, model.max_positions, model.segmented, separators)
-    files |= {CONFIG: tokenizer_files.as_json(config), "README.md": card.encode()}
+    files = tokenizer_folder.files(pretrained.tokenizer, model.max_positions, model.segmented, separators)
+    files |= {CONFIG: tokenizer_folder.as_json(config), "README.md": card.encode()}
     if pool:
         files |= sentence_folder.files(pretrained.config, pool)
     with atomic_folder(output, MARK, overwrite) as folder:

@@ -1,4 +1,4 @@
-"""Writer of Hugging Face's tokenizer files, which give the same ids as ours for every text, and encoding of texts as they do.
+"""Tokenizers as those of Hugging Face's library, which give the same ids as ours for every text, and encoding of texts as they do.
 
 `tokenizer.json` is built from the tokenizer file alone: a SentencePiece model's character map, tokens, scores and flags, the
 lines of a vocab.txt, or a tokenizer.json, of which the template and the special tokens' flags change. The first two stand behind
@@ -34,9 +34,7 @@ from megabert.data.tokenizer import (
     FORMS,
     MAX_WORD,
     SPECIAL_TOKENS,
-    TRAINED_FIELDS,
     WORD_START,
-    Casing,
     Tokenizer,
     ids_by_library,
     turkic_rules,
@@ -153,47 +151,6 @@ def _from_json(tokenizer: FastTokenizer, separators: int) -> Any:
             trimmed = processors.ByteLevel(add_prefix_space=part["add_prefix_space"], trim_offsets=True)
             built.post_processor = processors.Sequence([trimmed, built.post_processor])
     return built
-
-
-def files(tokenizer: Tokenizer, max_length: int, segments: bool = True, separators: int = 1) -> dict[str, bytes]:
-    """Every file of the tokenizer in a Hugging Face folder, by name; the original is among them.
-
-    `max_length` is the model's number of positions, `segments` whether it uses segment ids, `separators` as of
-    `build`. Raises as `build` does.
-    """
-    original, special = tokenizer.data, tokenizer.special_ids
-    names = {
-        f"{role}_token": tokenizer.tokens[i] for role, i in special.items() if role == "pad" or i != special["pad"]
-    }
-    config: dict[str, Any] = names | {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_length,
-        "model_input_names": ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"],
-        "clean_up_tokenization_spaces": False,
-    }
-    if tokenizer.kind == "wordpiece":
-        original = original.replace(b"\r\n", b"\n")  # transformers would take the \r for part of a token
-        casing: Casing = getattr(tokenizer, "casing")  # noqa: B009
-        strip = None if casing.strip_accents == casing.lowercase else casing.strip_accents
-        config |= {
-            "do_lower_case": casing.lowercase, "strip_accents": strip, "tokenize_chinese_chars": casing.ideographs,
-        }  # fmt: skip
-        config |= {field: value for name, field in TRAINED_FIELDS.items() if (value := getattr(casing, name))}
-    tokens: dict[str, Any] = dict(names)
-    if not tokenizer.continuation:
-        flags = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
-        tokens["mask_token"] = {"content": names["mask_token"]} | flags
-        config["mask_token"] = tokens["mask_token"] | {"__type": "AddedToken", "special": True}
-    return {
-        tokenizer.file_name: original,
-        "tokenizer.json": (build(tokenizer, separators).to_str(pretty=True) + "\n").encode(),
-        "tokenizer_config.json": as_json(config),
-        "special_tokens_map.json": as_json(tokens),
-    }
-
-
-def as_json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def _from_wordpiece(tokenizer: Tokenizer) -> Any:

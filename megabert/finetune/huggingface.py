@@ -19,12 +19,11 @@ from torch import Tensor
 
 from megabert.common.files import write_tensors
 from megabert.common.run_files import CONFIG
-from megabert.data import tokenizer_files
 from megabert.finetune import save
 from megabert.finetune.heads import TOKEN_KINDS
 from megabert.finetune.save import Described, Finetuned
 from megabert.finetune.scores import log_odds
-from megabert.hf import mapping
+from megabert.hf import mapping, tokenizer_folder
 from megabert.hf.model_card import page
 
 
@@ -119,8 +118,8 @@ def write(finetuned: Finetuned, folder: Path) -> None:
     """Write everything but the card."""
     tokenizer, described = finetuned.tokenizer, finetuned.described
     segmented, separators = described.config.model.segmented, described.separators
-    files = tokenizer_files.files(tokenizer, described.max_length, segmented, separators)
-    files[CONFIG] = tokenizer_files.as_json(config(described, tokenizer.special_ids))
+    files = tokenizer_folder.files(tokenizer, described.max_length, segmented, separators)
+    files[CONFIG] = tokenizer_folder.as_json(config(described, tokenizer.special_ids))
     for name, data in files.items():
         (folder / name).write_bytes(data)
     write_tensors(folder / save.WEIGHTS, weights(finetuned), {"format": "pt"})

@@ -13,7 +13,7 @@ from typing import Any
 
 from megabert import __version__
 from megabert.config import Config
-from megabert.data.tokenizer_files import as_json
+from megabert.hf.tokenizer_folder import as_json
 
 MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 # in the spelling that every reader knows

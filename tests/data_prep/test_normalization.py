@@ -15,6 +15,7 @@ from megabert.data import tokenizer_files
 from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.offsets import encode_with_offsets
+from megabert.hf import tokenizer_folder
 from tests.helpers import fast_tokenizers, runs
 from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import write, write_all
@@ -107,7 +108,7 @@ def test_the_form_is_that_of_the_option(kind: str, normalization: str, tmp_path:
     back = tokenizer.decode(ids)
     assert back.replace(" ", "") == want.replace(" ", "") and tokenizer.unk_id not in ids
     assert kind == "wordpiece" or back == want
-    folder = write_all(tmp_path / "hf", tokenizer_files.files(tokenizer, 64))
+    folder = write_all(tmp_path / "hf", tokenizer_folder.files(tokenizer, 64))
     again = Tokenizer.load(folder / tokenizer.file_name)
     assert again.sha256 == tokenizer.sha256 and again.encode_texts([text]) == [ids]
     write(folder / "config.json", '{"model_type": "bert"}')

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer as Library
 
 from megabert.commands import export
 from megabert.commands.extraction import Extractor
-from megabert.data import tokenizer_files
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune import files, prediction, save
 from megabert.finetune.encoding import (
@@ -29,6 +28,7 @@ from megabert.finetune.encoding import (
 from megabert.finetune.files import QuestionExample, SentenceExample, TextExample
 from megabert.finetune.offsets import find_words
 from megabert.finetune.tasks import PRESETS, Task, custom
+from megabert.hf import tokenizer_folder
 from megabert.hf.read import load
 from megabert.objectives.minimal_pairs import SentenceScorer
 from tests.helpers import fast_tokenizers, finetuned, runs, tokenizers, wordpiece
@@ -136,7 +136,7 @@ def test_layout_of_a_text_and_a_pair(tokenizer) -> None:
 @pytest.mark.parametrize("separators", [1, 2])
 def test_long_pairs_are_truncated_as_by_transformers(separators: int, tokenizer, tmp_path) -> None:
     peer, rng = tokenizers.peer(tokenizer, tmp_path), random.Random(3)
-    written = tokenizer_files.files(tokenizer, 512, separators=separators)["tokenizer.json"]
+    written = tokenizer_folder.files(tokenizer, 512, separators=separators)["tokenizer.json"]
     peer.backend_tokenizer.post_processor = Library.from_str(written.decode()).post_processor
     for length in (8, 9, 16, 33):
         for equal in [False] * 20 + [True] * 3:

@@ -6,8 +6,8 @@ from typing import Any
 
 import transformers
 
-from megabert.data import tokenizer_files
 from megabert.data.tokenizer import Tokenizer
+from megabert.hf import tokenizer_folder
 from tests.helpers import fast_tokenizers, runs
 
 FAST = tuple(f"json-{kind}" for kind in fast_tokenizers.KINDS)
@@ -24,7 +24,7 @@ def make(folder: Path, kind: str) -> Tokenizer:
 def peer(tokenizer: Tokenizer, folder: Path, length: int = 512) -> Any:
     """What transformers reads from the exported files, beside a config.json of a BERT."""
     folder.mkdir(exist_ok=True)
-    for name, data in tokenizer_files.files(tokenizer, length).items():
+    for name, data in tokenizer_folder.files(tokenizer, length).items():
         (folder / name).write_bytes(data)
     (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
     return transformers.AutoTokenizer.from_pretrained(folder)
