@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from string import ascii_letters, digits
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,8 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
         raise TooLittleText("--input: no text to train a tokenizer on")
     special: dict[str, Any] = {f"{role}_id": i for i, role in enumerate(ROLES)}
     special |= {f"{role}_piece": token for role, token in zip(ROLES, SPECIAL_TOKENS, strict=False)}
+    # K, Q and V can be rarer than the share that `character_coverage` leaves out
+    required = "".join(c for c in ascii_letters + digits if any(c in line for line in lines))
     try:
         with (
             add_path_when_full(Path(tempfile.gettempdir())),
@@ -267,6 +270,7 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
                 **special,
                 control_symbols=["[MASK]"],
                 character_coverage=options.character_coverage,
+                required_chars=required.lower() if options.lowercase else required,
                 max_sentence_length=4 * MAX_SENTENCE,
                 num_threads=THREADS,
                 minloglevel=2,

@@ -45,6 +45,15 @@ def trained(lines: list[str], folder: Path, **options: Any) -> Tokenizer:
     return Tokenizer.load(folder / ("vocab.txt" if options.get("model_type") == "wordpiece" else "tokenizer.model"))
 
 
+@pytest.mark.parametrize("lowercase", [False, True])
+@pytest.mark.parametrize("model_type", ["unigram", "wordpiece"])
+def test_rare_latin_letters_get_a_token(model_type: str, lowercase: bool, topics: list[str], tmp_path: Path) -> None:
+    lines = [*topics, "Kirkbank, Queen Victoria and Fr\u0161ulein Q7"]
+    tokenizer = trained(lines, tmp_path, vocab_size=800, model_type=model_type, lowercase=lowercase)
+    known, other = tokenizer.encode_batch(["Kirkbank Queen Victoria Q7", "Fr\u0161ulein"])
+    assert tokenizer.unk_id not in known and tokenizer.unk_id in other
+
+
 def test_wordpiece_vocabulary_spells_every_word(topics: list[str], tmp_path: Path) -> None:
     lines = [*topics[:9], *["Die Bücher über Élan, किताबों की दुकान"] * 20]
     options: dict[str, Any] = {"vocab_size": 800, "model_type": "wordpiece", "character_coverage": 1.0}
