@@ -108,12 +108,12 @@ class InputNotices:
         self._shown: dict[str, list[str]] = {}
         self._beside_split = ""
 
-    def count_and_select(self, path: str, item: str) -> bool:
-        """Count a file of the input `item` by its kind; returns whether to read it."""
+    def count_and_select(self, path: str, item: str, named: bool) -> bool:
+        """Count a file of the input `item` by its kind; returns whether to read it. `named`: not by a glob's last part."""
         inside = path[len(item) :].strip("/")
         names = [os.path.basename(item.rstrip("/")), *filter(None, inside.split("/"))]
         split = next((name for name in names if EVALUATION_SPLIT.fullmatch(name)), "")
-        kind = "about" if inside and describes_data(inside) else "evaluation" if split else "other"
+        kind = "about" if (inside or not named) and describes_data(path) else "evaluation" if split else "other"
         if kind == "evaluation" and not self._counts[kind]:
             self._beside_split = os.path.join(path[: path.rindex(split)], "train*")
         self.count(kind, path)
@@ -163,11 +163,13 @@ def expand(item: str, problems: Problems, notices: InputNotices) -> Iterator[str
         if not found:
             raise BadInput(f"--input {item}: no such object or folder, and no object matches it")
         is_glob = bool(storage.glob_folder(item))
-        yield from (url for url in found if notices.count_and_select(url, url if is_glob else item))
+        named = not (is_glob and MAGIC.search(os.path.basename(item)))
+        yield from (url for url in found if notices.count_and_select(url, url if is_glob else item, named))
         return
     for path in matches(item, problems):
         below = _walk(path, problems, notices) if os.path.isdir(path) else (path,)
-        yield from (file for file in below if notices.count_and_select(file, path))
+        named = path == item or not MAGIC.search(os.path.basename(item))
+        yield from (file for file in below if notices.count_and_select(file, path, named))
 
 
 def _match(pattern: str, problems: Problems) -> list[str]:

@@ -100,6 +100,9 @@ def test_descriptions_of_a_folder_are_left_out(tmp_path, capsys):
     folder = write_all(tmp_path / "in", dict.fromkeys(names, "About the data."))
     write_all(folder, {"a.txt": "Words.", ".gitattributes": "*.txt text"})
     logs.setup()
+    assert read_all([f"{folder}/*E*", f"{folder}/*.txt", f"{folder}/sub/*"])[0] == ["Words."]
+    assert "left out: 4 files that describe data" in capsys.readouterr().out
+    assert read_all([f"{tmp_path}/*/README.md"])[0] == ["About the data."]
     for item in (folder, f"{folder}/"):
         assert read_all([item])[0] == ["Words."]
         line = capsys.readouterr().out
