@@ -12,7 +12,7 @@ from typing import Any
 from megabert.common import storage
 from megabert.common.errors import FAILED, exit_code
 
-EMPTY = "empty file"
+EMPTY, UNREADABLE = "empty file", "unreadable file"
 # files named for a reason
 NAMED_FILES = 5
 # reason -> {"bytes": lost bytes as far as they are known, "files": the first NAMED_FILES with such places, in order}
@@ -107,10 +107,10 @@ class Problems:
         self.counts[reason] += places
         add_losses(self.lost, {reason: {"bytes": size, "files": [printable(path)]}})
 
-    def unreadable(self, path: str, error: OSError, what: str = "file") -> None:
+    def unreadable(self, path: str, error: OSError, reason: str = UNREADABLE) -> None:
         """Report a file or folder that can't be read. Raises `error` if its disk or store failed, under both policies."""
         refuse_failure(error, path)
-        self.bad(path, None, f"unreadable {what}", f"can't be read: {error.strerror}")
+        self.bad(path, None, reason, f"can't be read: {error.strerror}")
 
 
 def add_losses(losses: Losses, more: Losses) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from data_prep.common.errors import UNREADABLE
 from data_prep.common.records import JOURNAL
 from data_prep.executor import work_files
 from data_prep.executor.pool import Pool
@@ -74,7 +75,9 @@ def _run(function: StageFunction, job: BuildJob, stage: str, digest: str, number
     record = _load(path)
     if record and record["key"] == key:
         result = ItemResult.from_json(record["result"])
-        if _policy_allows(job, record, [result]) and work_files.files_intact(job.work, result.files):
+        # a file may be readable by now
+        usable = UNREADABLE not in result.problems and _policy_allows(job, record, [result])
+        if usable and work_files.files_intact(job.work, result.files):
             return result
     result = function(job, item)
     result.peak = work_files.peak_memory()

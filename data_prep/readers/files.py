@@ -217,7 +217,7 @@ def _entries(folder: str, problems: Problems) -> list[os.DirEntry[str]]:
     except NotADirectoryError:
         return []
     except OSError as error:
-        problems.unreadable(folder, error, "folder")
+        problems.unreadable(folder, error, "unreadable folder")
         return []
 
 
@@ -261,7 +261,7 @@ def _walk(top: str, problems: Problems, notices: InputNotices) -> Iterator[str]:
             with os.scandir(folder) as entries:  # distinguishes folders and files without another system call
                 every = {entry.name: _is_folder(entry) for entry in entries}
         except OSError as error:
-            problems.unreadable(folder, error, "folder")
+            problems.unreadable(folder, error, "unreadable folder")
             continue
         shown = {name: is_folder for name, is_folder in every.items() if not name.startswith(".")}
         for name in sorted(every.keys() - shown.keys()):

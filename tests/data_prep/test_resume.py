@@ -117,6 +117,23 @@ def test_what_was_dropped_stops_a_build_that_stops(swept, stop, tmp_path, monkey
     run("out")
 
 
+def test_a_resume_reads_files_that_were_unreadable(stop, tmp_path, monkeypatch):
+    """Root may read everything, so the refusal is made."""
+
+    def forbid(path, *rest, real=os.open, **more):
+        if os.path.basename(path) == "3.txt":
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *rest, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", forbid)
+        run = stop(32, on_error="skip")
+    found = run("out")
+    assert found["problems"] == {} and found["read"]["documents"] == 20
+    run("fresh")
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
 @pytest.mark.parametrize("left", [3, 1])
 def test_a_resume_removes_what_lost_files_made(left, stop, tmp_path):
     run, output = stop(32), tmp_path / "out"
