@@ -8,7 +8,7 @@ from data_prep.__main__ import main
 from megabert.data import tokenizer_files
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
-from tests.helpers import wordpiece
+from tests.helpers import fast_tokenizers, wordpiece
 from tests.helpers.prep_builds import build_here, sequences_of
 from tests.helpers.prep_reading import records, write
 
@@ -101,3 +101,12 @@ def test_dropped_documents_and_lines_are_not_counted(tmp_path):
     texts = [*english(), "щука ж", f"{ENGLISH} {ENGLISH}\nщука\n{ENGLISH}"]
     report = build(tmp_path, texts, tokenizer=tokenizer, filters=("min-words=20", "min-line-words=3"))
     assert report["unknown"]["characters"] == 0
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bytes", "trained"])
+def test_marks_read_as_spaces_are_counted(kind, tmp_path):
+    texts = [f"{text} a\u2581b \u2581" for text in english(60)]
+    trained = {"vocab_size": 40, "character_coverage": 1}
+    given = {} if kind == "trained" else {"tokenizer": fast_tokenizers.write(tmp_path / "tokenizer.json", kind)}
+    lost = {"\u2581, a space to the tokenizer": 120} if kind == "unigram" else {}
+    assert build(tmp_path, texts, **given or trained)["changed"] == lost
