@@ -43,6 +43,7 @@ def split_csv(stream: Stream) -> Iterator[tuple[int, str]]:
     first = list(islice(lines, FIRST_LINES))
     columns, width, delimiter, number = _columns(first, stream, "\t" if is_tsv else DELIMITERS, quoting)
     has = f"the first line {'names' if number else 'has'} {width} columns"
+    has += "; a .tsv has no quoting, so if this one has, rename it .csv" * is_tsv
     after_error = False  # what follows may be the rest of a bad row
     for read, taken, row, error in _rows(chain(first[number:], lines), delimiter, quoting):
         place, begin, number = number + read, number + 1, number + len(taken)

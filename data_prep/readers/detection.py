@@ -47,6 +47,16 @@ POSTS = (
     "its posts are HTML in the attribute Body: python -c \"import html,json,re,sys; [print(json.dumps({'text': re.sub('<[^>]+>', '', "
     'html.unescape(m[1]))})) for line in open(sys.argv[1]) if (m := re.search(\' Body=\\"([^\\"]*)\', line))]" FILE > FILE.jsonl'
 )
+SEQUENCES = (
+    'for a line a sequence: awk \'/^>/ {if (s) print s; s = ""; next} {sub(/\\r$/, ""); s = s $0} END {print s}\' FILE > FILE.txt, '
+    "and --text-documents line; or --format text"
+)
+MAIL = (
+    "convert it: python -c \"import json, mailbox, sys; [print(json.dumps({'text': (p.get_payload(decode=True) or b'').decode("
+    "p.get_content_charset('utf-8'), 'replace')})) for m in mailbox.mbox(sys.argv[1]) for p in m.walk() if p.get_content_type() == "
+    "'text/plain']\" FILE > FILE.jsonl, or --format text"
+)
+SUBTITLES = "convert it: sed -E '/^[0-9]*\\r?$|-->|^WEBVTT/d' FILE > FILE.txt, or --format text"
 XML = "convert it: xmlstarlet sel -t -m //ELEMENT -v . -n -n FILE > FILE.txt"
 PLAIN = "convert it: pandoc -t plain FILE -o FILE.txt"
 LATEX = (
@@ -72,6 +82,9 @@ BEGINNINGS: tuple[tuple[bytes, str | Refusal], ...] = (
     (PROLOG + rb"<(?:posts|comments|posthistory)>\s*<row\b", ("Stack Exchange XML", POSTS)),
     (PROLOG + rb"<!DOCTYPE", ("XML or HTML with a DOCTYPE, and not a MediaWiki dump", XML)),
     (rb"<\?xml", ("XML, and not a MediaWiki dump", XML)),
+    (rb">[^\s>][^\n]*\n[a-z*-]{30,}(?:\r?\n|\Z)", ("FASTA", SEQUENCES)),
+    (rb"From \S+ [^\n]*\d\d:\d\d[^\n]*\n[!-9;-~]+:", ("a mailbox", MAIL)),
+    (rb"(?:WEBVTT\b|\d+\s*\n\d\d:\d\d:\d\d,\d{3} -->)", ("subtitles", SUBTITLES)),
     (rb"7z\xbc\xaf", ("a 7z archive", "convert it: 7z x FILE")),
     (rb"Rar!\x1a", ("a RAR archive", "convert it: unrar x FILE")),
     (rb"\x04\x22\x4d\x18", ("LZ4 data", "convert it: lz4 -d FILE")),
@@ -139,7 +152,7 @@ def detect(path: str, first: bytes, options: ReadOptions, compression: str = "")
 
 
 def _refused(path: str, what: str, advice: str) -> UnknownFormat:
-    return UnknownFormat(f"{path}: {what}, which is not supported; {advice}")
+    return UnknownFormat(f"{path}: {what}, which is not supported; {advice} (--on-error skip leaves it out)")
 
 
 def _detect_text(path: str, head: bytes, whole: bool) -> str:
@@ -162,8 +175,8 @@ def _detect_text(path: str, head: bytes, whole: bool) -> str:
     if suffix == ".bin" and os.path.exists(path.removesuffix(".bin") + ".idx"):
         raise _refused(path, "a Megatron dataset", MEGATRON)
     if _controls(head) > MOST_NOISE * len(head.strip(SPACE)):
-        advice = "convert it: iconv -f NAME -t utf-8 FILE > FILE.txt"
-        raise UnknownFormat(f"{path}: binary data, or text in another encoding such as UTF-16; {advice}")
+        what = "binary data, or text in another encoding such as UTF-16"
+        raise _refused(path, what, "convert it: iconv -f NAME -t utf-8 FILE > FILE.txt")
     if re.match(rb"WARC/\d", start):
         types = {kind.lower() for kind in re.findall(rb"^warc-type:[ \t]*(\w+)", head, re.MULTILINE | re.IGNORECASE)}
         if b"response" in types and b"conversion" not in types:
@@ -182,16 +195,12 @@ def _detect_text(path: str, head: bytes, whole: bool) -> str:
         advice = "convert it by pandoc -t plain, xmlstarlet or trafilatura, or --format text if the tags are text"
         raise _refused(path, "XML or HTML", advice)
     if suffix in MARKUP_SUFFIXES and start:
-        name = suffix[1:].upper()
-        raise UnknownFormat(
-            f"{path}: {name} by its name, but not such as is read; convert it, or --format text if it is text"
-        )
+        what = f"{suffix[1:].upper()} by its name, but of another kind"
+        raise _refused(path, what, "convert it, or --format text if it is text")
     if suffix in TEXT_SUFFIXES or _is_text(head, whole):
         return "text"
-    raise UnknownFormat(
-        f"{path}: unknown suffix {suffix!r} and unrecognised content; if it is text in another encoding, convert it: "
-        "iconv -f NAME -t utf-8 FILE"
-    )
+    what = f"unknown suffix {suffix!r} and unrecognised content"
+    raise _refused(path, what, "if it is text in another encoding, convert it: iconv -f NAME -t utf-8 FILE > FILE.txt")
 
 
 def _is_jsonl(path: str, suffix: str, start: bytes, whole: bool) -> bool:

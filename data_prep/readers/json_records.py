@@ -14,6 +14,7 @@ from data_prep.readers.lines import split_text
 from data_prep.readers.streams import NO_FIELD, NULL, SPACE, Slice, Stream
 from megabert.common.tables import field_names, find, join, json_object
 
+IN_LISTS = "a[].b of each record in a list"
 TOKEN = re.compile(rb'\\.|["{}\[\],]', re.DOTALL)
 
 
@@ -115,10 +116,10 @@ def _text(record: bytes, offset: int, stream: Stream) -> str | None:
         except (KeyError, TypeError):
             has = ""
             if isinstance(value, dict):
-                has = f" (it has {', '.join(sorted(value)[:20]) or 'none'}); name it with --text-field"
+                has = f" (it has {', '.join(sorted(value)[:20]) or 'none'}); name it with --text-field, {IN_LISTS}"
             return bad(NO_FIELD, f"no field {name!r} in the JSON line{has}")
         except ValueError:
-            return bad(NO_FIELD, f"field {name!r} is not a string, or a list of strings, or is there twice")
+            return bad(NO_FIELD, f"field {name!r} is not a string or a list of strings, or is there twice; {IN_LISTS}")
         if text is not None and (halves := utf8.LONE_SURROGATE.findall(text)):
             if options.encoding_errors == "stop":
                 return bad("lone surrogate", f"half a surrogate pair in field {name!r}")
