@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from string import ascii_letters, digits
+from string import ascii_letters, digits, punctuation
 from typing import Any
 
 import numpy as np
@@ -251,8 +251,8 @@ def train(lines: list[str], options: BuildOptions) -> bytes:
         raise TooLittleText("--input: no text to train a tokenizer on")
     special: dict[str, Any] = {f"{role}_id": i for i, role in enumerate(ROLES)}
     special |= {f"{role}_piece": token for role, token in zip(ROLES, SPECIAL_TOKENS, strict=False)}
-    # K, Q and V can be rarer than the share that `character_coverage` leaves out
-    required = "".join(c for c in ascii_letters + digits if any(c in line for line in lines))
+    # K, Q and ? can be rarer than the share that `character_coverage` leaves out
+    required = "".join(c for c in ascii_letters + digits + punctuation if any(c in line for line in lines))
     try:
         with (
             add_path_when_full(Path(tempfile.gettempdir())),
