@@ -136,12 +136,10 @@ class BuildOptions:
             raise BadInput(f"--seq-len: a length is named twice: {' '.join(map(str, self.seq_len))}")
         if self.casing != "any" and not self.lowercase:
             raise BadInput(f"--casing: {self.casing} is of --lowercase, which is not given")
-        needs = dict.fromkeys(("near_threshold", "near_words", "near_characters"), "near")
-        needs["paragraph_characters"] = "paragraphs"
-        for item in fields(self):
-            kind = needs.get(item.name)
-            if kind and kind not in self.dedup and getattr(self, item.name) != item.default:
-                raise BadInput(f"{_flag(item.name)}: is of --dedup {kind}, which is not given")
+        for name in ("near_threshold", "near_words", "near_characters", "paragraph_characters"):
+            kind = "near" if name.startswith("near") else "paragraphs"
+            if kind not in self.dedup and getattr(self, name) != getattr(BuildOptions, name):
+                raise BadInput(f"{_flag(name)}: is of --dedup {kind}, which is not given")
         if self.rows_per_shard % BLOCK_ROWS:
             raise BadInput(f"--rows-per-shard: must be a multiple of {BLOCK_ROWS}, is {self.rows_per_shard}")
         if "near" in self.dedup:

@@ -73,11 +73,10 @@ def _run(function: StageFunction, job: BuildJob, stage: str, digest: str, number
     path = Path(job.work, JOURNAL, stage, f"{index:07d}.json")
     key = _digest(function.__name__, job, item, digest)
     record = _load(path)
-    if record and record["key"] == key:
+    # a file that was unreadable may no longer be
+    if record and record["key"] == key and UNREADABLE not in record["result"]["problems"]:
         result = ItemResult.from_json(record["result"])
-        # a file may be readable by now
-        usable = UNREADABLE not in result.problems and _policy_allows(job, record, [result])
-        if usable and work_files.files_intact(job.work, result.files):
+        if _policy_allows(job, record, [result]) and work_files.files_intact(job.work, result.files):
             return result
     result = function(job, item)
     result.peak = work_files.peak_memory()
@@ -194,10 +193,9 @@ class Stages:
             self._record(name)
 
     def _record(self, name: str) -> None:
-        if name in self._finished:
-            key, on_error, results = self._finished[name]
-            record = {"key": key, "on_error": on_error, "results": [one.as_json() for one in results]}
-            write_json(self._records / f"{name}.json", record)
+        key, on_error, results = self._finished[name]
+        record = {"key": key, "on_error": on_error, "results": [one.as_json() for one in results]}
+        write_json(self._records / f"{name}.json", record)
 
     def consume(self, *names: str) -> None:
         """Delete the files of those of these stages that ran and are large; no later stage may read them.

@@ -83,7 +83,7 @@ BEGINNINGS: tuple[tuple[bytes, str | Refusal], ...] = (
     (PROLOG + rb"<!DOCTYPE", ("XML or HTML with a DOCTYPE, and not a MediaWiki dump", XML)),
     (rb"<\?xml", ("XML, and not a MediaWiki dump", XML)),
     (rb">[^\s>][^\n]*\n[a-z*-]{30,}(?:\r?\n|\Z)", ("FASTA", SEQUENCES)),
-    (rb"From \S+ [^\n]*\d\d:\d\d[^\n]*\n[!-9;-~]+:", ("a mailbox", MAIL)),
+    (rb"From \S+ [^\n]{0,99}\d\d:\d\d[^\n]{0,99}\n[!-9;-~]+:", ("a mailbox", MAIL)),
     (rb"(?:WEBVTT\b|\d+\s*\n\d\d:\d\d:\d\d,\d{3} -->)", ("subtitles", SUBTITLES)),
     (rb"7z\xbc\xaf", ("a 7z archive", "convert it: 7z x FILE")),
     (rb"Rar!\x1a", ("a RAR archive", "convert it: unrar x FILE")),

@@ -129,15 +129,14 @@ class InputNotices:
         """A line for each kind."""
         n = self._counts
         shown = {kind: ", ".join(names) + ", …" * (n[kind] > self.SHOWN) for kind, names in self._shown.items()}
-        if n["about"]:
-            those = f"{counted(n['about'], 'files')} that describe data ({shown['about']})"
-            log.info(f"left out: {those}; to read them name them with --input")
-        if n["hidden"]:
-            those = f"{counted(n['hidden'], 'hidden names')} ({shown['hidden']})"
-            log.info(f"left out: {those}; to read them name them with --input")
-        if n["repeated"]:
-            those = f"{counted(n['repeated'], 'files')} that an earlier input or link has ({shown['repeated']})"
-            log.info(f"left out: {those}")
+        for kind, what, which in (
+            ("about", "files", " that describe data"),
+            ("hidden", "hidden names", ""),
+            ("repeated", "files", " that an earlier input or link has"),
+        ):
+            if n[kind]:
+                remedy = "; to read them name them with --input" * (kind != "repeated")
+                log.info(f"left out: {counted(n[kind], what)}{which} ({shown[kind]}){remedy}")
         if n["evaluation"] and n["other"]:
             those = f"{counted(n['evaluation'], 'files')} of a test or validation split"
             log.warning(

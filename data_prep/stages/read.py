@@ -34,8 +34,6 @@ from megabert.common.logs import log
 from megabert.data.tokenizer import WORD_START
 
 STAGE = "read"
-# among the reasons of `Problems.changed`
-MARK = f"{WORD_START}, a space to the tokenizer"
 # characters encoded at once: about 260,000 words
 CHARACTERS_AT_ONCE = 3 << 19
 # a document with at least so many blocks or lines may in fact be many documents: warn
@@ -102,9 +100,8 @@ def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
     """Read, judge and encode one task. Writes read-TASK.{documents,sentences,tokens} and keys for deduplication."""
     problems = Problems(job.on_error)
     result = ItemResult.of(problems, task.size)
-    tokenizer = job_tokenizer(job)
-    # published SentencePiece models; those that a build trains have another character for it
-    loses_mark = tokenizer.encode_batch([f"a{WORD_START}a"]) == tokenizer.encode_batch(["a a"])
+    # so do published SentencePiece models; those that a build trains have another character for it
+    loses_mark = len({tuple(ids) for ids in job_tokenizer(job).encode_batch([f"a{WORD_START}a", "a a"])}) == 1
     encoder, shared = _shared_encoder(job)
     for words in shared.read_new():
         encoder.add_words(words)
@@ -117,7 +114,7 @@ def read_task(job: BuildJob, task: ReadTask) -> ItemResult:
                 if largest is None or document.size > largest.size:
                     largest = document
                 if loses_mark and (marks := sum(paragraph.count(WORD_START) for paragraph in document.paragraphs)):
-                    problems.changed[MARK] += marks
+                    problems.changed[f"{WORD_START}, a space to the tokenizer"] += marks
                 encoder.add(document.paragraphs)
                 pending.append(document)
                 if encoder.pending >= CHARACTERS_AT_ONCE:

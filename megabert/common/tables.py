@@ -1,7 +1,8 @@
 """Tables row by row: TSV as in GLUE (no quoting), CSV (RFC 4180), JSON lines, Parquet, Arrow, saved Hugging Face datasets.
 
-The first three are UTF-8, gzip if the name ends in .gz. The format is chosen by the ending of the file name, else by the first line;
-a saved dataset is a folder. Tables may be larger than memory. Errors are ValueErrors that name file and line, or row.
+The first three are UTF-8, gzip if the name ends in .gz; a `.csv` may have semicolons. The format is chosen by the ending of the file
+name, else by the first line; a saved dataset is a folder. Tables may be larger than memory. Errors are ValueErrors that name file and
+line, or row.
 
 A field `a.b` is nested, `a[].b` in each record of a list, `a+b` joins texts, unless a record has a field of exactly that name.
 """
@@ -160,7 +161,8 @@ def _records(
         return
     # STS-B's own files have tabs in a .csv.
     is_csv = name != ".tsv" and first.count("\t") <= (first.count(",") if name == ".csv" else 0)
-    table = _csv_rows(path) if is_csv else ((n, line.split("\t")) for n, line in lines(path) if line)
+    delimiter = ";" if name == ".csv" and ";" in first and "," not in first else ","
+    table = _csv_rows(path, delimiter) if is_csv else ((n, line.split("\t")) for n, line in lines(path) if line)
     top = next(table, (0, list[str]()))
     names = [name.strip() for name in top[1]]
     of_pandas = len(names) > 1 and names == list(map(str, range(len(names))))  # of a frame without names
@@ -201,10 +203,10 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path}: is not a whole gzip file after line {number} ({error})") from None
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """(number of its first line, fields) of each row; empty lines are skipped."""
     csv.field_size_limit(FIELD)
-    reader = csv.reader((line + "\n" for _, line in lines(path)), strict=True)
+    reader = csv.reader((line + "\n" for _, line in lines(path)), delimiter=delimiter, strict=True)
     while True:
         number = reader.line_num + 1
         try:

@@ -65,6 +65,7 @@ def test_columns_are_joined_in_every_kind_of_table(tmp_path):
     for name, text in (
         ("t.jsonl", '{"a": "x", "b": "y", "a+c": "z"}\n'),
         ("t.tsv", "a\tb\ta+c\nx\ty\tz\n"),
+        ("s.csv", '\ufeffa;b;a+c\nx;y;"z, ;"\n'),
         ("t.csv", f'a,b,a+c\nx,y,"{"z" * 200_000}"\n'),
     ):
         path = tmp_path / name
