@@ -174,7 +174,7 @@ def summary_text(s: dict[str, Any], folder: str) -> str:
         lines[f"rows {length}"] = (
             f"{d['rows']:,} in {counted(d['shards'], 'shards')}, fill {d['fill']:.2%}, "
             f"{counted(d['sequences'], 'sequences')}, random next {random_next}, "
-            f"cut off {d['truncated_tokens']:,} tokens; {_list_counts(d, ('documents', 'tokens'))}, "
+            f"cut off {d['truncated_tokens']:,} tokens; {_list_counts(d, ('documents', 'tokens'))} with [CLS] and [SEP], "
             f"{d['shard_bytes'] / 1e6:,.1f} MB; "
             f"held out {_list_counts(held, ('passages' if held['passages'] else 'documents', 'rows'))}"
         )
