@@ -434,9 +434,11 @@ def common_settings(
 
 
 def refuse(output: Path, common: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, or a foreign file in the
-    folder. An empty or missing folder passes."""
+    """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, a foreign file in the folder, or
+    a file in its place. An empty or missing folder passes."""
     path = output / COMMON
+    if file := next((place for place in (output, output.parent) if place.is_file()), None):
+        raise ValueError(f"{file}: is a file; name a folder as --output")
     if path.is_file():
         there = read_json(path, "name another --output")
         # An earlier version may not have had all settings.
@@ -444,10 +446,13 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
         usual |= {"tokenizer_sha256": common.get("tokenizer_sha256"), "id": ""}
         for name in {**common, **there}:
             before, now = (values.get(name, usual.get(name)) for values in (there, common))
-            if before != now:
-                raise ValueError(
-                    f"{output}: was made with {name}={before!r}, this command says {now!r}; name another --output"
-                )
+            if before == now:
+                continue
+            said = f"{name}={before!r}, this command says {now!r}"
+            if name == "files_sha256":  # digests do not say which file it is
+                split = next(split for split in {**now, **before} if before.get(split) != now.get(split))
+                said = f"{'another' if split in before else 'no'} {split} file"
+            raise ValueError(f"{output}: was made with {said}; name another --output")
     elif others := sorted(entry.name for entry in output.glob("*") if entry.name != "lock"):
         raise ValueError(f"{output}: holds {others[0]} and no {COMMON}; name an empty folder as --output")
 

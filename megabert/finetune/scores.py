@@ -180,7 +180,10 @@ def score(
         if task.kind == "classify":
             values = _classified(truth, predictions, labels)
             if "auroc" in task.metrics:
-                values["auroc"] = _area(truth, logits, labels)
+                from sklearn import metrics
+
+                second = [label == labels[1] for label in truth]
+                values["auroc"] = metrics.roc_auc_score(second, margins(logits)) if len(set(truth)) > 1 else 0.0
         elif task.kind == "multilabel":
             values = _label_sets(truth, predictions, labels)
         elif task.kind == "score":
@@ -205,15 +208,6 @@ def _classified(truth: list[str], predictions: Sequence[str], labels: Labels) ->
         "macro_f1": metrics.f1_score(truth, predictions, labels=present, average="macro", zero_division=0),
         "matthews": metrics.matthews_corrcoef(truth, predictions),
     }
-
-
-def _area(truth: list[str], logits: Logits, labels: Labels) -> float:
-    """Area under the ROC curve of the second of two labels."""
-    from sklearn import metrics
-
-    if len(set(truth)) < 2:
-        return 0.0
-    return metrics.roc_auc_score([label == labels[1] for label in truth], margins(logits))
 
 
 def _indicators(sets: Sequence[Sequence[str]], labels: Labels) -> Any:

@@ -8,6 +8,7 @@ sequence].
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def write(
     sample = probe(size, 2, 8)
     options: dict[str, Any] = {"dynamic_shapes": dict.fromkeys(sample, dims), "external_data": False, "verbose": False}
     options |= {"input_names": list(sample), "output_names": list(outputs)}
-    torch.onnx.export(model, (), place / WHOLE, kwargs=sample, dynamo=True, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about its own code
+        torch.onnx.export(model, (), place / WHOLE, kwargs=sample, dynamo=True, **options)
     session = onnxruntime.InferenceSession(place / WHOLE, providers=["CPUExecutionProvider"])
     largest = []
     for inputs in (probe(size, 3, max_length), probe(size, 1, 6)):

@@ -233,6 +233,7 @@ def test_frozen_models_that_read_other_layers_stay(tmp_path: Path, capsys) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:# The axis name")
 @pytest.mark.parametrize("kind, norm", [("pair", "pre"), ("tag", "modern"), ("span", "post"), ("classify", "nomic")])
 @torch.no_grad()
 def test_onnx_in_onnxruntime(kind: str, norm: str, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -344,10 +344,17 @@ def test_id_column_is_a_common_setting(base, start) -> None:
 
 
 def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> None:
-    output, common = tmp_path / "out", {"task": "sst2", "epochs": 3}
+    files = {"train": ["a"], "dev": ["b"]}
+    output, common = tmp_path / "out", {"task": "sst2", "epochs": 3, "files_sha256": files}
     for _ in range(2):
         run.claim(output, common, world)
-    for changed, word in (({"epochs": 9}, "epochs=3, this command says 9"), ({"extra": 1}, "extra=None")):
+    for changed, word in (
+        ({"epochs": 9}, "epochs=3, this command says 9"),
+        ({"extra": 1}, "extra=None"),
+        ({"files_sha256": {"train": ["a"], "dev": ["c"]}}, "was made with another dev file; name another --output"),
+        ({"files_sha256": files | {"test": ["a"]}}, "was made with no test file"),
+        ({"files_sha256": {"train": ["a"]}}, "was made with another dev file"),
+    ):
         with pytest.raises(ValueError, match=word):
             run.claim(output, common | changed, world)
     assert json.loads((output / run.COMMON).read_text()) == common
@@ -365,4 +372,7 @@ def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> N
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match=r"holds out and no settings\.json"):
         run.claim(tmp_path, {}, world)
+    for path in (tmp_path / "thesis.tex", tmp_path / "thesis.tex" / "sst2"):
+        with pytest.raises(ValueError, match=r"thesis\.tex: is a file; name a folder as --output"):
+            run.refuse(path, common)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "thesis.tex"]
