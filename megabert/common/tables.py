@@ -154,9 +154,10 @@ def _records(
     if name in (".jsonl", ".json") or (first.startswith("{") and name not in ENDINGS):
         for number, line in lines(path):
             if line.strip():
-                record = parse_json(where := f"{path}, line {number}", line)
-                if not isinstance(record, dict):
-                    raise ValueError(f"{where}: is not a JSON object")
+                where = f"{path}, line {number}"
+                if not line.lstrip().startswith("{"):
+                    raise ValueError(f"{where}: is not a JSON object; a file has one on each line, not a list of them")
+                record = parse_json(where, line)
                 yield where, record
         return
     # STS-B's own files have tabs in a .csv.

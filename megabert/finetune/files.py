@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -181,16 +182,10 @@ def _ranked(
         return (pairs, same) if labelled else ([(text, None) for text, _ in pairs], same)
     if not labelled:
         return [(text, None) for text in texts], 0
-    if len(values) == len(texts) and all(type(one) in (int, float) for one in values) and _finite(values):
+    finite = all(type(one) in (int, float) and abs(one) <= sys.float_info.max for one in values)
+    if len(values) == len(texts) and finite:
         return list(zip(texts, map(float, values), strict=True)), 0
     raise ValueError(f"{where}: has {len(values)} scores of {len(texts)} texts, or some that are not finite numbers")
-
-
-def _finite(values: list[float]) -> bool:
-    try:
-        return all(map(math.isfinite, values))
-    except OverflowError:  # an integer above the largest float
-        return False
 
 
 def _label(task: Task, where: str, value: Any) -> str | float | tuple[str, ...]:

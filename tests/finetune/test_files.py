@@ -228,6 +228,7 @@ BAD = {
     "duplicate id": ("key\ta\tb\ty\n7\t1\t2\tx\n8\t1\t2\tx\n7\t1\t2\tx\n", PAIR, "line 4: id '7' was used before, at "),
     "not UTF-8": (b"text\tlabel\na\tx\ncaf\xe9\ty\n", PLAIN, "line 3: is not UTF-8; convert"),
     "not JSON": ('{"text": "a", "label": "x"}\n{"text": ', PLAIN, "line 2: is not JSON"),
+    "list.json": ('[\n{"text": "a", "label": "x"}\n]', PLAIN, "line 1: is not a JSON object; a file has one on each line"),
     "deep": ('{"text": ' + "[" * 100_000, PLAIN, "line 1: is not JSON"),
     "half a character": (r'{"text": "a \ud83d b", "label": "x"}', PLAIN, "line 1: is not JSON ('utf-8' codec can't encode character"),
     "tag without word": ("a\tO\n\tB-x\n", TAG, "line 2: the word in column 0 is empty"),
