@@ -102,7 +102,8 @@ def describe_labels(task: Task, labels: Sequence[str]) -> str:
 
 def warn_truncated(source: object, task: Task, max_length: int, truncated: int, texts: int) -> None:
     """Log how many of the `texts` of a source have lost their end, if any have."""
-    what, most = f"texts are longer than {max_length} tokens", "; a larger --max-length in training keeps it"
+    what = f"texts are longer than {max_length} tokens"
+    most = "; a larger --max-length in training keeps it, if the model takes as many"
     if task.kind == "span":
         what, most = f"questions are longer than {longest_question(max_length)} tokens", ""
     if task.kind == "tag":

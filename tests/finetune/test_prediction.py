@@ -125,7 +125,8 @@ def test_ranking_predicts_every_text(tmp_path: Path, caplog) -> None:
     caplog.clear()
     assert prediction.predict_file(tmp_path, file, tmp_path / "out") == 6 == len(files.read(task, file))
     assert caplog.messages == [
-        f"{file}: 2 of 6 texts are longer than 32 tokens and lost their end; a larger --max-length in training keeps it"
+        f"{file}: 2 of 6 texts are longer than 32 tokens and lost their end; "
+        "a larger --max-length in training keeps it, if the model takes as many"
     ]
 
 
