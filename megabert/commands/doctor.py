@@ -201,7 +201,7 @@ def cluster(folder: Path, as_json: bool) -> int:
 
     def command(ranks: session.Session) -> int:
         # a rank that failed before it met the others never comes
-        meeting.TIMEOUT = timedelta(seconds=PREFLIGHT_SECONDS)
+        meeting.TIMEOUT, meeting.NOTICE = timedelta(seconds=PREFLIGHT_SECONDS), PREFLIGHT_SECONDS / 2
         ranks.join()
         there = folder.is_dir()
         meeting.raise_on_all_ranks(

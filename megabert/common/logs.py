@@ -12,8 +12,9 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 log = logging.getLogger("megabert")
@@ -97,6 +98,26 @@ def setup(rank: int = 0) -> None:
     if name not in LEVELS:
         raise ValueError(f"MEGABERT_LOG={name}: choose {', '.join(LEVELS)}")
     log.setLevel(name.upper())
+
+
+@contextlib.contextmanager
+def warn_while_waiting(text: str, seconds: float, moved: threading.Event | None = None) -> Iterator[None]:
+    """Log a warning once the block has taken `seconds`, and after twice as long each time, but not if `moved` was set since."""
+    done, moving = threading.Event(), moved or threading.Event()
+
+    def watch() -> None:
+        wait = seconds
+        while not done.wait(wait):
+            if not moving.is_set():
+                log.warning(text)
+                wait *= 2
+            moving.clear()
+
+    threading.Thread(target=watch, name="still waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 @functools.cache

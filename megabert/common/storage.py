@@ -14,14 +14,16 @@ import logging
 import os
 import posixpath
 import re
+import threading
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from megabert.common.errors import Failed, with_retries
 from megabert.common.files import atomic_file
-from megabert.common.logs import PASSWORD
+from megabert.common.logs import PASSWORD, warn_while_waiting
 
 T = TypeVar("T")
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -48,6 +50,7 @@ NOT_RETRIED = (400, 402, 405, 410, 413, 422, 501)  # HTTP status codes of a wron
 # fields of fsspec's description of a file that name its version, the surest first
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "last_commit", "mtime")
 WAITS = (0.1, 0.5, 2.0, 8.0, 30.0)  # seconds before each retry, beside those of the libraries
+PATIENCE = 20.0  # seconds after which a warning says that a store does not answer; the libraries wait for minutes
 # read buffer of an open object, and bytes per request when a whole object is read
 BLOCK, CHUNK_BYTES = 4 << 20, 16 << 20
 _answered: set[tuple[str, bool]] = set()  # servers that this process has read from, or (with true) written to
@@ -107,13 +110,12 @@ def public(url: str) -> str:
 def find(url: str) -> list[Object]:
     """The objects below a folder, or matching a glob, or the one of that name, sorted by URL; empty if there is none. A web server's
     folder ends in a slash, and is a page of links."""
-    system, path = _system(url)
     try:
         if url.startswith(WEB) and not url.endswith("/") and not glob_folder(url):
             return [stat(url)]
         if glob_folder(url) and not url.startswith(WEB) and exists(url):  # a name with brackets, as of local paths
             return [stat(url)]
-        found = request(url, lambda: _list(system, path, url))
+        found = _ask(url, partial(_list, url))
     except FileNotFoundError:  # no such bucket
         return []
     scheme = url[: url.index("://") + 3]
@@ -124,7 +126,7 @@ def find(url: str) -> list[Object]:
     )
 
 
-def _list(system: Any, path: str, url: str) -> dict[str, dict[str, Any]]:
+def _list(url: str, system: Any, path: str) -> dict[str, dict[str, Any]]:
     """fsspec's descriptions of what is below a path, or matches a glob, by names. Raises if a list fails: fsspec's own glob leaves out
     a folder whose list failed."""
     from fsspec.utils import glob_translate
@@ -149,16 +151,15 @@ def list_objects(url: str) -> dict[str, Object]:
 
 def stat(url: str) -> Object:
     """An object as it is now. Raises FileNotFoundError for one that does not exist, and for a folder."""
-    system, path = _system(url)
 
-    def ask() -> Object:
+    def ask(system: Any, path: str) -> Object:
         system.invalidate_cache(path)
         info = system.info(path)
         if info["type"] != "file":
             raise FileNotFoundError
         return _object(url, info)
 
-    return request(url, ask)
+    return _ask(url, ask)
 
 
 def exists(url: str) -> bool:
@@ -216,9 +217,8 @@ def _range(url: str, start: int, end: int) -> bytes:
     """Bytes [start, end) of an object; shorter answers are tried again."""
     if start >= end:
         return b""
-    system, path = _system(url)
 
-    def ask() -> bytes:
+    def ask(system: Any, path: str) -> bytes:
         data: bytes = system.cat_file(path, start=start, end=end)
         if len(data) != end - start:
             if (size := stat(url).size) < end:
@@ -230,7 +230,7 @@ def _range(url: str, start: int, end: int) -> bytes:
             raise Failed(f"{public(url)}: expected {end - start} bytes, got {len(data)}")
         return data
 
-    return request(url, ask)
+    return _ask(url, ask)
 
 
 def fetch(url: str, target: Path, progress: Callable[[], object] = lambda: None) -> str:
@@ -250,22 +250,25 @@ def put(source: Path, url: str, progress: Callable[[], object] = lambda: None) -
     """Copy a file to an object, which appears when it is complete. `progress` is called after every part that the store takes."""
     from fsspec.callbacks import Callback
 
-    system, path = _system(url)
-    parts = Callback(hooks={"progress": lambda *_, **__: progress()})
-    request(url, lambda: system.put_file(str(source), path, callback=parts), writes=True)
+    moved = threading.Event()
+
+    def sent(*_: Any, **__: Any) -> None:
+        moved.set()
+        progress()
+
+    parts = Callback(hooks={"progress": sent})
+    _ask(url, lambda system, path: system.put_file(str(source), path, callback=parts), writes=True, moved=moved)
 
 
 def write(url: str, data: bytes) -> None:
     """Write an object, or replace it."""
-    system, path = _system(url)
-    request(url, lambda: system.pipe_file(path, data), writes=True)
+    _ask(url, lambda system, path: system.pipe_file(path, data), writes=True)
 
 
 def create(url: str, data: bytes) -> bool:
     """Create an object atomically with a conditional write; returns False if it already exists."""
-    system, path = _system(url)
     try:
-        request(url, lambda: system.pipe_file(path, data, mode="create"), writes=True)
+        _ask(url, lambda system, path: system.pipe_file(path, data, mode="create"), writes=True)
     except FileExistsError:
         return read(url) == data  # perhaps this process created it in a first try whose response was lost
     return True
@@ -273,9 +276,8 @@ def create(url: str, data: bytes) -> bool:
 
 def remove(url: str) -> None:
     """Remove an object, if it exists."""
-    system, path = _system(url)
     with contextlib.suppress(FileNotFoundError):
-        request(url, lambda: system.rm_file(path), writes=True)
+        _ask(url, lambda system, path: system.rm_file(path), writes=True)
 
 
 def _system(url: str) -> tuple[Any, str]:
@@ -315,13 +317,20 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
-    """The answer of a store to a request that only reads or `writes`, with retries after transient failures."""
+def _ask(url: str, send: Callable[[Any, str], T], writes: bool = False, moved: threading.Event | None = None) -> T:
+    """`request` with fsspec's class for the URL and the path there, which some stores' logins make slow or fail."""
+    return request(url, lambda: send(*_system(url)), writes, moved)
+
+
+def request(url: str, send: Callable[[], T], writes: bool = False, moved: threading.Event | None = None) -> T:
+    """The answer of a store to a request that only reads or `writes`, with retries after transient failures. A warning says that there
+    is none for a while; whoever sets `moved` delays it."""
     server, shown = (url.split("/", 3)[2], writes) if is_url(url) else None, public(url)
 
     def ask() -> T:
         try:
-            answer = send()
+            with warn_while_waiting(f"{shown}: still waiting for the store", PATIENCE, moved):
+                answer = send()
             if server:
                 _answered.add(server)
             return answer

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,11 +25,13 @@ import torch
 import torch.distributed as dist
 
 from megabert.common import environment, errors
+from megabert.common.logs import log, warn_while_waiting
 
 # A host name, an IPv4 or an IPv6 address.
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:]*:[0-9a-fA-F:.]*")
 # Timeout of collectives; must exceed the longest work of a single rank between two of them (hashing, consolidating).
 TIMEOUT = timedelta(minutes=20)
+NOTICE = 60.0  # seconds after which the ranks that are there say who is missing
 LONG_SECONDS = 5.0  # seconds between the collectives in which the ranks wait for a long action of rank 0
 PORTS = range(20_000, 32_000)  # rendezvous ports under srun, below 32,768, where Linux's ephemeral ports begin
 # Launcher and its variables for rank, world size and local rank. A batch script's shell has SLURM_PROCID too, but only
@@ -370,7 +373,10 @@ def _start(world: World) -> tuple[str, int]:
             from mpi4py import MPI
 
             port = int(MPI.COMM_WORLD.bcast(port, root=0))
-        store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        if store is None:
+            silent = nullcontext() if world.local_rank else warn_while_waiting(f"waiting for rank 0{place}", NOTICE)
+            with silent:
+                store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
         # The prefix separates this start from another job on the same port, and from an earlier attempt: torchrun's
         # static rendezvous reuses its store, which holds the addresses of the killed ranks.
         store = dist.PrefixStore(f"ranks {world.job}", store)
@@ -389,7 +395,14 @@ def _check_devices(world: World, store: dist.Store) -> None:
     """Raises RankError on every rank if only some have GPUs: NCCL and gloo groups would wait for each other forever."""
     store.set(f"device {world.rank}", f"{world.device.type} {environment.host_name()}")
     if world.is_main:
-        places = [store.get(f"device {rank}").decode().split(" ", 1) for rank in range(world.size)]
+        keys = [f"device {rank}" for rank in range(world.size)]
+        until = time.monotonic() + NOTICE
+        while not store.check(keys) and time.monotonic() < until:
+            time.sleep(0.05)
+        if missing := [str(rank) for rank, key in enumerate(keys) if not store.check([key])]:
+            shown = ", ".join(missing[:SHOWN]) + ", …" * (len(missing) > SHOWN)
+            log.warning(f"waiting for {len(missing)} of {world.size} ranks: {shown}")
+        places = [store.get(key).decode().split(" ", 1) for key in keys]
         devices, hosts = zip(*places, strict=True)
         store.set("devices", _difference("the device that torch sees", devices, hosts))
     if problem := store.get("devices").decode():

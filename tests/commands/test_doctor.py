@@ -34,6 +34,7 @@ def test_a_cluster_without_rank_0_is_reported_soon() -> None:
     }
     done = command("-c", code, timeout=100, **peer)
     assert done.returncode == 4 and "rank 1 cannot connect to the other ranks at 127.0.0.1:" in done.stderr
+    assert "rank 1: warning: waiting for rank 0 at 127.0.0.1:" in done.stderr
 
 
 def test_this_machine_is_reported_as_it_is() -> None:

@@ -79,19 +79,21 @@ def test_first_host_of_a_node_list():
 
 
 @pytest.mark.parametrize("reason", ["", "the server socket has failed to listen: EADDRINUSE"])
-def test_ranks_that_cannot_meet_are_a_fault(reason, monkeypatch):
-    """After a time out, which torch says in an error of another type than when a port is taken."""
+def test_ranks_that_cannot_meet_are_a_fault(reason, monkeypatch, caplog):
+    """After a time out, which torch says in an error of another type than when a port is taken; who is missing is said before."""
 
     def fail(*args: Any, **options: Any) -> None:
         raise torch.distributed.DistNetworkError(f"{reason}\nand more")
 
     monkeypatch.setattr(ranks, "TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "NOTICE", 0.1)
     if reason:
         monkeypatch.setattr(torch.distributed, "TCPStore", fail)
     world = World(0, 0, 2, torch.device("cpu"), "gloo", "torchrun", ("127.0.0.1", free_port()))
     with pytest.raises(ConnectionError, match=r"rank 0 cannot connect to the other ranks at 127\.0\.0\.1:\d+") as found:
         init(world)
     assert reason in str(found.value) and exit_code(found.value) == FAILED and not torch.distributed.is_initialized()
+    assert caplog.messages == [] if reason else ["waiting for 1 of 2 ranks: 1"]
 
 
 def test_rank_0_refuses_an_address_of_another_machine() -> None:
