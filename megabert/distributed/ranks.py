@@ -253,7 +253,10 @@ def init(world: World) -> World:
         address, store = ("127.0.0.1", 0), dist.HashStore()
         dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     else:
-        address = _start(world)
+        place = "" if world.master is None else f" at {world.master[0]}:{world.master[1]}"
+        waiting = warn_while_waiting(f"waiting for rank 0{place}, which names the missing ranks", NOTICE)
+        with nullcontext() if world.is_main or world.local_rank else waiting:
+            address = _start(world, place)
     # Libraries expect torchrun's variables under every launcher.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name, value in zip(names, (world.rank, world.local_rank, world.size, *address), strict=True):
@@ -351,9 +354,8 @@ def _share_cores(world: World) -> None:
     torch.set_num_threads(max(1, len(cores) // world.gather(place).count(place)))
 
 
-def _start(world: World) -> tuple[str, int]:
-    """Start the process group of several ranks; the address of its store. Raises ConnectionError."""
-    place = "" if world.master is None else f" at {world.master[0]}:{world.master[1]}"
+def _start(world: World, place: str) -> tuple[str, int]:
+    """Start the process group of several ranks, which meet at `place`; the address of its store. Raises ConnectionError."""
     agent_store = world.launcher == "torchrun" and bool(world.job)
     try:
         host, port = world.master or (_find_host_over_mpi(), 0)
@@ -373,10 +375,7 @@ def _start(world: World) -> tuple[str, int]:
             from mpi4py import MPI
 
             port = int(MPI.COMM_WORLD.bcast(port, root=0))
-        if store is None:
-            silent = nullcontext() if world.local_rank else warn_while_waiting(f"waiting for rank 0{place}", NOTICE)
-            with silent:
-                store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
         # The prefix separates this start from another job on the same port, and from an earlier attempt: torchrun's
         # static rendezvous reuses its store, which holds the addresses of the killed ranks.
         store = dist.PrefixStore(f"ranks {world.job}", store)
