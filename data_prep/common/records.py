@@ -86,7 +86,8 @@ def source_names(corpora: Sequence[Corpus]) -> tuple[str, ...]:
     MOST_SOURCES."""
     names = [corpus.name for corpus in corpora]
     if len(corpora) == 1:
-        parts = ([part for part in PurePath(path).parts if not re.search(r"[*?[]", part)] for path in corpora[0].paths)
+        paths = map(storage.public, corpora[0].paths)
+        parts = ([part for part in PurePath(path).parts if not re.search(r"[*?[]", part)] for path in paths)
         names = distinct_ends([[re.sub(r"[^\w.-]+", "_", part) for part in of_path] or ["input"] for of_path in parts])
     return tuple(names) if 1 < len(names) <= MOST_SOURCES else ()
 
@@ -115,6 +116,11 @@ class FileRange:
     index: str = ""
     # index into `source_names`, 0 if there are none
     source: int = 0
+
+    def __repr__(self) -> str:
+        """Part of the keys of finished items: an address with a version is without its query, as a signature that is renewed."""
+        path = storage.public(self.path) if self.stamp and self.stamp[1] else self.path
+        return f"FileRange{(path, *attrgetter(*RANGE_FIELDS[1:])(self))}"
 
 
 RANGE_FIELDS = tuple(field.name for field in fields(FileRange))

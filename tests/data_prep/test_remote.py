@@ -247,12 +247,16 @@ def test_shards_of_another_build_are_not_kept_for_their_size(account, mixed, pro
 @pytest.mark.parametrize("name", ["a.jsonl", "damaged.jsonl", "none.jsonl"])
 def test_passwords_and_queries_are_nowhere(name, mixed, options, tmp_path) -> None:
     (tmp_path / "web").mkdir()
-    shutil.copy(mixed / "a.jsonl", tmp_path / "web")
+    for copy in ("a.jsonl", "also.jsonl"):
+        shutil.copy(mixed / "a.jsonl", tmp_path / "web" / copy)
     (tmp_path / "web" / "damaged.jsonl").write_text('{"text": "no end"\n' * 20)
     with web_folder.serve(tmp_path / "web") as server:
-        url = f"{server.replace('//', '//me:secret@')}/{name}?signature=secret"
-        done = build(url, tmp_path / "data", code=0 if name == "a.jsonl" else 2, save_text=True, **options)
+        urls = [f"{server.replace('//', '//me:secret@')}/{each}?signature=secret" for each in (name, "also.jsonl")]
+        done = build(urls, tmp_path / "data", code=0 if name == "a.jsonl" else 2, save_text=True, **options)
         assert "secret" not in done.stdout + done.stderr
+        if name == "a.jsonl":  # a renewed signature is that of the same files
+            renewed = build([f"{url}2" for url in urls], tmp_path / "data", save_text=True, **options)
+            assert "complete" in renewed.stdout
     written = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
     assert not [path for path in written if b"secret" in path.read_bytes()]
 
