@@ -303,7 +303,9 @@ def _system(url: str) -> tuple[Any, str]:
 def _object(url: str, info: dict[str, Any]) -> Object:
     version = next((str(info[field]) for field in VERSIONS if info.get(field)), "")
     if info.get("size") is None:
-        raise ValueError(f"{public(url)}: its server sends no Content-Length; download it and pass the local file")
+        raise ValueError(
+            f"{public(url)}: its server sends no size, or Content-Encoding; download it and pass the local file"
+        )
     return Object(url, int(info["size"]), version)
 
 
@@ -319,7 +321,11 @@ def first_line(error: BaseException) -> str:
 
 def _ask(url: str, send: Callable[[Any, str], T], writes: bool = False, moved: threading.Event | None = None) -> T:
     """`request` with fsspec's class for the URL and the path there, which some stores' logins make slow or fail."""
-    return request(url, lambda: send(*_system(url)), writes, moved)
+    try:
+        return request(url, lambda: send(*_system(url)), writes, moved)
+    except AccessDenied:
+        type(_system(url)[0]).clear_instance_cache()  # the next request reads the credentials again
+        raise
 
 
 def request(url: str, send: Callable[[], T], writes: bool = False, moved: threading.Event | None = None) -> T:

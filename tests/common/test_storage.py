@@ -142,13 +142,16 @@ def test_missing_credentials_are_one_line(s3_port, tmp_path):
     ("status", "wanted", "message"),
     [
         (404, FileNotFoundError, "no such object"),
+        (200, ValueError, "no size, or Content-Encoding; download it"),
         *((status, ValueError, "http://127.0.0.1:.*/text.bin") for status in (403, 401)),
         (500, Failed, "http://127.0.0.1:.*/text.bin"),
     ],
 )
 def test_answers_of_a_web_server(status, wanted, message, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "WAITS", (0.01,))
-    with web_folder.serve(tmp_path, status=status) as server, pytest.raises(wanted, match=message):
+    (tmp_path / "text.bin").write_bytes(DATA)
+    behaviour = {"encoding": "gzip"} if status == 200 else {"status": status}
+    with web_folder.serve(tmp_path, **behaviour) as server, pytest.raises(wanted, match=message):
         storage.stat(f"{server}/text.bin")
 
 
@@ -220,13 +223,15 @@ def test_an_answer_that_is_not_http_is_class_4(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_expired_token_is_a_refused_access(proxy: Proxy) -> None:
-    """S3 answers a HEAD with 400, without a reason."""
+    """S3 answers a HEAD with 400, without a reason. The next request reads the credentials again."""
     storage.write("s3://shelf/expired", DATA)
+    before, _ = storage._system("s3://shelf/expired")
     storage.stat("s3://shelf/expired")
     proxy.fault = lambda method, path, number: EXPIRED
     with pytest.raises(storage.AccessDenied, match="access denied; check the credentials"):
         storage.stat("s3://shelf/expired")
     assert proxy.failed[EXPIRED] <= 2  # s3fs then looks for a folder
+    assert storage._system("s3://shelf/expired")[0] is not before
 
 
 def test_a_name_that_no_store_has_is_a_mistake(proxy: Proxy) -> None:

@@ -20,6 +20,7 @@ class WebFolder(SimpleHTTPRequestHandler):
     stalls = ""  # paths that are not answered
     status = 0  # of every answer, an error
     tag = ""  # the version of every file
+    encoding = ""  # the Content-Encoding of every file
     asked: ClassVar[list[str]] = []  # ranges that were asked for
 
     def send_head(self):
@@ -52,6 +53,8 @@ class WebFolder(SimpleHTTPRequestHandler):
     def end_headers(self):
         if self.tag:
             self.send_header("ETag", self.tag)
+        if self.encoding:
+            self.send_header("Content-Encoding", self.encoding)
         super().end_headers()
 
     def list_directory(self, path):
