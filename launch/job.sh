@@ -32,18 +32,21 @@ mkdir -p "$RUNS" || fail "RUNS=$RUNS cannot be created; set it in launch/env.sh"
 cd "$PROJECT"
 export PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-# read_places WORDS: the absolute paths among WORDS, cut to the folder before the first wildcard
+read -r -a corpus <<<"$CORPUS"
+if [ -e "$CORPUS" ]; then corpus=("$CORPUS"); fi # one path, with blanks
+
+# read_places WORD…: the absolute paths among the words, cut to the folder before the first wildcard
 read_places() {
-  local words word
-  read -r -a words <<<"$1"
-  for word in "${words[@]}"; do
+  local word
+  for word in "$@"; do
     if [[ $word != /* ]]; then continue; fi
     word=${word%%[*?[]*}
     if [ ! -e "$word" ]; then word=${word%/*}; fi
     if [[ -e $word && $word/ != "$PROJECT"/* ]]; then echo "${word%/}"; fi
   done
 }
-mapfile -t read_from < <(read_places "$CORPUS $PREP")
+read -r -a further <<<"$PREP" # of prep.slurm
+mapfile -t read_from < <(read_places "${corpus[@]}" "${further[@]}")
 [ -z "$CONTAINER" ] || [[ ${read_from[*]} != *[,:]* ]] || fail "CORPUS or PREP has a path with , or :, which a container's mounts cannot have"
 mounted=("$PROJECT" "$RUNS" "$DATA")
 # before the first build they are not there

@@ -190,7 +190,8 @@ def test_what_every_attempt_of_a_build_rewrites_is_no_progress(tmp_path) -> None
 
 @pytest.mark.dist
 def test_prep_makes_both_lengths_with_one_tokenizer(corpus, tmp_path) -> None:
-    env = {"CORPUS": corpus, "VOCAB": 1000, "SLURM_NTASKS": 2, "DATA": tmp_path / "data"}
+    (tmp_path / "my corpus").symlink_to(corpus)
+    env = {"CORPUS": tmp_path / "my corpus", "VOCAB": 1000, "SLURM_NTASKS": 2, "DATA": tmp_path / "data"}
     env["PREP"] = "--nsp --held-out 0.02 --dedup documents near"
     submit(PREP, tmp_path, **env)
     short, long = (json.loads((tmp_path / f"data/seq{size}/manifest.json").read_text()) for size in (128, 512))
