@@ -140,11 +140,9 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
     broadcasts the manifests to the other ranks. A collective. Raises RankError if a rank cannot open the dataset or finds another
     one."""
     cache = Cache(data.cache_dir, data.cache_gib)
-
-    def open_on_first() -> AnyDataset | None:
-        return mixture.open_mixture(data.path, data.mix, cache=cache) if world.local_rank == 0 else None
-
-    dataset = on_every_rank(world, open_on_first)
+    dataset = on_every_rank(
+        world, lambda: mixture.open_mixture(data.path, data.mix, cache=cache) if world.local_rank == 0 else None
+    )
     if world.size == 1:
         assert dataset is not None
         return dataset

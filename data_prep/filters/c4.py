@@ -24,21 +24,18 @@ def _end_marks(m: DocumentMeasures) -> np.ndarray:
     return (m.flags[np.maximum(m.batch.paragraphs[1:] - 1, 0)] & MARK_END > 0).astype(np.int64)
 
 
-def _notices(m: DocumentMeasures) -> np.ndarray:
-    lines = m.batch.paragraphs
-    return segment_sums(phrase_begins(m.batch, NOTICES, lines), lines)
-
-
-def _lorem_ipsum(m: DocumentMeasures) -> np.ndarray:
-    return segment_sums(phrase_begins(m.batch, LOREM_IPSUM, m.documents), m.documents)
+def _phrases(m: DocumentMeasures, phrases: tuple[str, ...], edges: np.ndarray) -> np.ndarray:
+    return segment_sums(phrase_begins(m.batch, phrases, edges), edges)
 
 
 NOTICE = "words Javascript, and mentions of a privacy policy, cookies or terms of use"
 RULES = (
     _rule("min-sentences", "sentence ends", lambda m: m.with_flag(SENTENCE_END), 5),
     _rule("max-curly-brackets", "words with a curly bracket", lambda m: m.with_flag(CURLY), 0),
-    _rule("max-lorem-ipsum", "occurrences of lorem ipsum", _lorem_ipsum, 0, folded=True),
+    _rule(
+        "max-lorem-ipsum", "occurrences of lorem ipsum", lambda m: _phrases(m, LOREM_IPSUM, m.documents), 0, folded=True
+    ),
     _line_rule("min-line-words", "words", lambda m: np.diff(m.batch.paragraphs), 3),
     _line_rule("min-line-ends", "marks . ! ? or closing quotes at the end", _end_marks, 1),
-    _line_rule("max-line-notices", NOTICE, _notices, 0, folded=True),
+    _line_rule("max-line-notices", NOTICE, lambda m: _phrases(m, NOTICES, m.batch.paragraphs), 0, folded=True),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from typing import TypeVar
 
 from data_prep.common.errors import EMPTY, BadInput, Damaged, NoTextField, Problems, Unfinished, UnknownFormat
@@ -107,13 +107,10 @@ def _documents(part: FileRange, options: ReadOptions, problems: Problems, folder
     yield from SOURCES.get(part.format, _read_text)(part, options, problems, folder)
 
 
-def _read_pydoc(part: FileRange, options: ReadOptions, problems: Problems, folder: str) -> Iterator[RawDocument]:
-    for text in pydoc_corpus.documents(part.path):
-        yield RawDocument(part.path, 0, text, False)
-
-
-def _read_table(part: FileRange, options: ReadOptions, problems: Problems, folder: str) -> Iterator[RawDocument]:
-    for row, text in read_table(part, options, problems):
+def _read_rows(part: FileRange, options: ReadOptions, problems: Problems, folder: str) -> Iterator[RawDocument]:
+    is_module = part.format == PYDOC
+    rows = zip(repeat(0), pydoc_corpus.documents(part.path)) if is_module else read_table(part, options, problems)
+    for row, text in rows:
         yield RawDocument(part.path, row, text, False)
 
 
@@ -148,8 +145,7 @@ def _read_members(part: FileRange, options: ReadOptions, problems: Problems, fol
 
 # what reads a file that is not a stream of text, by its format
 SOURCES: dict[str, Callable[[FileRange, ReadOptions, Problems, str], Iterator[RawDocument]]] = {
-    PYDOC: _read_pydoc,
-    **dict.fromkeys(TABLES, _read_table),
+    **dict.fromkeys((PYDOC, *TABLES), _read_rows),
     **dict.fromkeys(ARCHIVES, _read_members),
 }
 

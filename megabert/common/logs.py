@@ -101,17 +101,15 @@ def setup(rank: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def warn_while_waiting(text: str, seconds: float, moved: threading.Event | None = None) -> Iterator[None]:
-    """Log a warning once the block has taken `seconds`, and after twice as long each time, but not if `moved` was set since."""
-    done, moving = threading.Event(), moved or threading.Event()
+def warn_while_waiting(text: str, seconds: float) -> Iterator[None]:
+    """Log a warning once the block has taken `seconds`, and after twice as long each time."""
+    done = threading.Event()
 
     def watch() -> None:
         wait = seconds
         while not done.wait(wait):
-            if not moving.is_set():
-                log.warning(text)
-                wait *= 2
-            moving.clear()
+            log.warning(text)
+            wait *= 2
 
     threading.Thread(target=watch, name="still waiting", daemon=True).start()
     try:

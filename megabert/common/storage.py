@@ -14,7 +14,6 @@ import logging
 import os
 import posixpath
 import re
-import threading
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -50,18 +49,15 @@ NOT_RETRIED = (400, 402, 405, 410, 413, 422, 501)  # HTTP status codes of a wron
 # fields of fsspec's description of a file that name its version, the surest first
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "last_commit", "mtime")
 WAITS = (0.1, 0.5, 2.0, 8.0, 30.0)  # seconds before each retry, beside those of the libraries
-PATIENCE = 20.0  # seconds after which a warning says that a store does not answer; the libraries wait for minutes
+# seconds after which a warning says that a store has not answered, or (second) taken a file; the libraries wait for minutes
+PATIENCE = 20.0, 240.0
 # read buffer of an open object, and bytes per request when a whole object is read
 BLOCK, CHUNK_BYTES = 4 << 20, 16 << 20
 _answered: set[tuple[str, bool]] = set()  # servers that this process has read from, or (with true) written to
 # options by which fsspec's classes use the environment's proxies, and web servers compress no answer, of which they send no parts
 WEB_OPTIONS: dict[str, Any] = {"client_kwargs": {"trust_env": True, "headers": {"Accept-Encoding": "identity"}}}
-PROXIES: dict[str, dict[str, Any]] = {
-    "http": WEB_OPTIONS,
-    "https": WEB_OPTIONS,
-    "gs": {"session_kwargs": {"trust_env": True}},
-    "gcs": {"session_kwargs": {"trust_env": True}},
-}
+GOOGLE_OPTIONS: dict[str, Any] = {"session_kwargs": {"trust_env": True}}
+PROXIES = {"http": WEB_OPTIONS, "https": WEB_OPTIONS, "gs": GOOGLE_OPTIONS, "gcs": GOOGLE_OPTIONS}
 logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # else it prints the traceback of each failure
 
 
@@ -250,14 +246,8 @@ def put(source: Path, url: str, progress: Callable[[], object] = lambda: None) -
     """Copy a file to an object, which appears when it is complete. `progress` is called after every part that the store takes."""
     from fsspec.callbacks import Callback
 
-    moved = threading.Event()
-
-    def sent(*_: Any, **__: Any) -> None:
-        moved.set()
-        progress()
-
-    parts = Callback(hooks={"progress": sent})
-    _ask(url, lambda system, path: system.put_file(str(source), path, callback=parts), writes=True, moved=moved)
+    parts = Callback(hooks={"progress": lambda *_, **__: progress()})
+    _ask(url, lambda system, path: system.put_file(str(source), path, callback=parts), writes=True)
 
 
 def write(url: str, data: bytes) -> None:
@@ -319,23 +309,22 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _ask(url: str, send: Callable[[Any, str], T], writes: bool = False, moved: threading.Event | None = None) -> T:
+def _ask(url: str, send: Callable[[Any, str], T], writes: bool = False) -> T:
     """`request` with fsspec's class for the URL and the path there, which some stores' logins make slow or fail."""
     try:
-        return request(url, lambda: send(*_system(url)), writes, moved)
+        return request(url, lambda: send(*_system(url)), writes)
     except AccessDenied:
         type(_system(url)[0]).clear_instance_cache()  # the next request reads the credentials again
         raise
 
 
-def request(url: str, send: Callable[[], T], writes: bool = False, moved: threading.Event | None = None) -> T:
-    """The answer of a store to a request that only reads or `writes`, with retries after transient failures. A warning says that there
-    is none for a while; whoever sets `moved` delays it."""
+def request(url: str, send: Callable[[], T], writes: bool = False) -> T:
+    """The answer of a store to a request that only reads or `writes`, with retries after transient failures, and a warning meanwhile."""
     server, shown = (url.split("/", 3)[2], writes) if is_url(url) else None, public(url)
 
     def ask() -> T:
         try:
-            with warn_while_waiting(f"{shown}: still waiting for the store", PATIENCE, moved):
+            with warn_while_waiting(f"{shown}: still waiting for the store", PATIENCE[writes]):
                 answer = send()
             if server:
                 _answered.add(server)

@@ -143,7 +143,7 @@ def _records(
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """(file and line, fields) of each row; None for one of another width if they may be cut. Empty lines are skipped. The first
     line is the header; with `header` only if it has one of these names."""
-    if is_arrow(path):
+    if path.suffix in ARROW_ENDINGS or path.is_dir():
         for file in files(path):
             yield from _arrow_records(file)
         return
@@ -232,11 +232,6 @@ def parse_json(where: str, text: str) -> Any:
 
 
 # -- Parquet and Arrow -----------------------------------------------------------------------------------------------
-
-
-def is_arrow(path: Path) -> bool:
-    """Whether a path is a Parquet or Arrow file by its name, or a folder."""
-    return path.suffix in ARROW_ENDINGS or path.is_dir()
 
 
 def detect_kind(head: bytes) -> str:

@@ -265,7 +265,7 @@ def test_a_server_that_does_not_answer_is_class_4(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(storage, "WAITS", (0.01,))
     patience = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.5)}}
     monkeypatch.setitem(storage.PROXIES, "http", patience)
-    monkeypatch.setattr(storage, "PATIENCE", 0.1)
+    monkeypatch.setattr(storage, "PATIENCE", (0.1, 0.1))
     with web_folder.serve(tmp_path, stalls="a.bin") as server, pytest.raises(Failed, match=r"a\.bin: TimeoutError"):
         storage.stat(f"{server}/a.bin")
     assert caplog.messages[0] == f"{server}/a.bin: still waiting for the store"
