@@ -102,20 +102,14 @@ def setup(rank: int = 0) -> None:
 
 @contextlib.contextmanager
 def warn_while_waiting(text: str, seconds: float) -> Iterator[None]:
-    """Log a warning once the block has taken `seconds`, and after twice as long each time."""
-    done = threading.Event()
-
-    def watch() -> None:
-        wait = seconds
-        while not done.wait(wait):
-            log.warning(text)
-            wait *= 2
-
-    threading.Thread(target=watch, name="still waiting", daemon=True).start()
+    """Log a warning if the block takes longer than `seconds`."""
+    timer = threading.Timer(seconds, log.warning, [text])
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        done.set()
+        timer.cancel()
 
 
 @functools.cache
