@@ -4,6 +4,7 @@
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "${root:?}/launch/lib.sh"
+catch_signals forward_signal # before the modules of env.sh, which take their time
 set +u # `module load` of many sites reads unset variables
 # shellcheck source=launch/env.sh
 source "$root/launch/env.sh"
@@ -81,6 +82,7 @@ check this_job '[1-9][0-9]{0,9}(_[0-9]{1,10})?' "a job's number" "the job's envi
 say() { echo "$(date -Is) $*" || true; } # the disk of the log may be full
 
 job=$RUNS/.job-$SLURM_JOB_ID # state of this job across restarts: number of attempts without progress
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then rm -rf "$job"; fi # of an earlier job with this number, which SLURM gives again
 mkdir -p "$job"
 
 # Before the time limit only the batch shell gets USR2 (--signal=B:…), so it is forwarded. SLURM itself sends TERM to the ranks;
@@ -218,7 +220,7 @@ run_or_restart() {
       ended=4
       break
     fi
-    attempt "$job/ranks" forward_signal "$@"
+    attempt "$job/ranks" "$@"
     case $ended in
       0) return ;;
       2 | 3) say "$what ended with $ended: a restart would not help" && exit "$ended" ;;

@@ -12,6 +12,7 @@
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+catch_signals forward_signal
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 for name in MAX_RESTARTS RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number" "the environment"; done
 check_rendezvous
@@ -62,7 +63,7 @@ trap 'rm -rf "$exits"' EXIT
 restarts=0
 checkpoint=$(progress)
 while :; do
-  attempt "$exits/ranks" forward_signal "$@"
+  attempt "$exits/ranks" "$@"
   case $ended in 0 | 2 | 3) break ;; esac
   [ -z "$stopping" ] || break
   newest=$(progress)

@@ -5,6 +5,7 @@ set -euo pipefail
 
 in_place= # whether the ranks were given --in-place
 stopping= # the first signal that requested a stop; ranks save and exit with 85
+child=    # the process of the running attempt
 # shellcheck disable=SC2034 # read by the scripts
 ended=0 # exit code of the last attempt: 0 finished, 2 a mistake, 3 bad training, 4 a fault, 85 saved
 
@@ -65,15 +66,24 @@ check_stop() { # check the options of a script that trains two phases, each with
   [[ " $*" != *" --stop"* ]] || fail "--stop-after: phase 2 would start from an unfinished phase 1; set schedule.total_steps instead"
 }
 
-# attempt FOLDER FORWARD command…: run the command and set `ended`. Each rank writes its exit code to FOLDER, because launchers
-# change or lose it. At a signal, set `stopping`, call FORWARD <signal> <pid>, and continue to wait for the command.
+# catch_signals FORWARD: from now on note the first signal in `stopping`, and call FORWARD <signal> <pid> if an attempt's command runs
+catch_signals() {
+  local signal
+  # shellcheck disable=SC2064 # expand the values now
+  for signal in USR1 USR2 TERM INT HUP; do
+    trap "stopping=\${stopping:-$signal}; if [ -n \"\$child\" ]; then $1 $signal \"\$child\"; fi" "$signal"
+  done
+}
+
+# attempt FOLDER command…: run the command and set `ended`. Each rank writes its exit code to FOLDER, because launchers change or
+# lose it. At a signal continue to wait for the command.
 attempt() {
-  local folder=$1 forward=$2 status=0 child signal exits
-  shift 2
+  local folder=$1 status=0 exits
+  shift
   rm -rf "$folder"
   # another one each time: ranks that outlived the last attempt's launcher do not report to this one
   mkdir -p "$folder" && exits=$(mktemp -d "$folder/XXXXXX") || exit 4
-  if [ -n "$stopping" ]; then # since the last attempt, such as between two phases
+  if [ -n "$stopping" ]; then # since the start or the last attempt, such as between two phases
     ended=85
     return
   fi
@@ -81,19 +91,13 @@ attempt() {
   MEGABERT_EXIT_DIR=$exits "$@" </dev/null &
   child=$!
   set +m
-  for signal in USR1 USR2 TERM INT HUP; do
-    # shellcheck disable=SC2064 # expand the values now
-    trap "stopping=\${stopping:-$signal}; $forward $signal $child" "$signal"
-  done
+  if [ -n "$stopping" ]; then kill -"$stopping" $$; fi # it came before `child` was known: handle it again
   while :; do
     status=0
     wait "$child" || status=$?
     if [ "$status" -le 128 ] || ! kill -0 "$child" 2>/dev/null; then break; fi # otherwise a trap interrupted `wait`
   done
-  for signal in USR1 USR2 TERM INT HUP; do
-    # shellcheck disable=SC2064
-    trap "stopping=\${stopping:-$signal}" "$signal"
-  done
+  child=
   # shellcheck disable=SC2034
   ended=$(verdict "$folder" "$status")
 }

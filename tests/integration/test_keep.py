@@ -173,6 +173,13 @@ def test_a_signal_ends_the_wait_for_a_restart(tmp_path) -> None:
     assert len(list(tmp_path.glob("start-*"))) == 1
 
 
+def test_a_signal_before_the_start_starts_nothing(tmp_path) -> None:
+    (tmp_path / "mktemp").write_text(f'#!/bin/sh\nkill -TERM $PPID\nexec {shutil.which("mktemp")} "$@"\n')
+    (tmp_path / "mktemp").chmod(0o755)
+    end(start_sham("0:0", tmp_path, PATH=f"{tmp_path}:{PATH}"), 85)
+    assert not list(tmp_path.glob("start-*"))
+
+
 def test_nobody_who_reads_the_output_ends_it(tmp_path) -> None:
     process = start_sham("4", tmp_path, RESTART_WAIT="0")
     assert process.stdout is not None

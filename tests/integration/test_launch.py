@@ -90,23 +90,35 @@ def test_jobs_that_would_train_wrongly_are_refused(words, values, said, dataset,
     assert said in done.stderr and "srun" not in done.stdout, done
 
 
+def with_modules(folder: Path, commands: str) -> Path:
+    """A project whose `env.sh` ends with these commands."""
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    (folder / "megabert").mkdir()
+    (folder / "megabert/train.py").touch()
+    with (folder / "launch/env.sh").open("a") as file:
+        file.write(commands)
+    return folder
+
+
 def test_modules_may_read_unset_variables(tmp_path) -> None:
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    (tmp_path / "megabert").mkdir()
-    (tmp_path / "megabert/train.py").touch()
-    with (tmp_path / "launch/env.sh").open("a") as file:
-        file.write('module() { export OLD="$OF_NO_SITE"; }\nmodule load cuda\n')
-    done = submit(PRETRAIN, tmp_path, code=2, PROJECT=tmp_path)
+    project = with_modules(tmp_path, 'module() { export OLD="$OF_NO_SITE"; }\nmodule load cuda\n')
+    done = submit(PRETRAIN, tmp_path, code=2, PROJECT=project)
     assert "manifest.json is missing" in done.stderr
 
 
 BOTH_PHASES = {"PHASE1": "tiny", "PHASE2": "tiny", "RESTART_WAIT": "0"}
 
 
-def test_a_signal_between_phases_starts_no_phase(dataset, tmp_path) -> None:
+@pytest.mark.parametrize(("modules", "starts"), [("", 1), ("kill -USR2 $$", 0)])
+def test_a_signal_between_phases_starts_no_phase(modules, starts, dataset, tmp_path) -> None:
+    """Also not while the modules are loaded. What an earlier job of this number has left is not counted."""
+    project = with_modules(tmp_path, modules)
+    (tmp_path / "my runs/.job-7").mkdir(parents=True)
+    (tmp_path / "my runs/.job-7/restarts").write_text("9\n\n")
     last = 'trap "" USR2; kill -USR2 $PPID; sleep 0.5; echo 0 >"$MEGABERT_EXIT_DIR/0"'
-    done = submit(PRETRAIN, tmp_path, code=85, runs=last, DATA_128=dataset, DATA_512=dataset, **BOTH_PHASES)
-    assert done.stdout.count("srun: ") == 1 and "ended with 85: requeued" in done.stdout, done.stdout
+    values = BOTH_PHASES | {"DATA_128": dataset, "DATA_512": dataset, "PROJECT": project}
+    done = submit(PRETRAIN, tmp_path, code=85, runs=last, **values)
+    assert done.stdout.count("srun: ") == starts and "ended with 85: requeued" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize(("runs", "starts", "code"), [
