@@ -139,10 +139,8 @@ def open_dataset(data: DataConfig, world: World) -> AnyDataset:
     """Open a dataset or mixture. The first rank of each node reads the manifests and checks that all shards are there; rank 0
     broadcasts the manifests to the other ranks. A collective. Raises RankError if a rank cannot open the dataset or finds another
     one."""
-    cache = Cache(data.cache_dir, data.cache_gib)
-    dataset = on_every_rank(
-        world, lambda: mixture.open_mixture(data.path, data.mix, cache=cache) if world.local_rank == 0 else None
-    )
+    cache, reads = Cache(data.cache_dir, data.cache_gib), world.local_rank == 0
+    dataset = on_every_rank(world, lambda: mixture.open_mixture(data.path, data.mix, cache=cache) if reads else None)
     if world.size == 1:
         assert dataset is not None
         return dataset

@@ -54,10 +54,11 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """What the test makes of the signals that stop a run ends with it."""
-    from megabert.distributed.signals import SIGNALS
+    from megabert.distributed import signals
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     yield
+    signals.restore_handlers()
     for number, handler in before.items():
         signal.signal(number, handler)
 

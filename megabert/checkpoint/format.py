@@ -237,19 +237,14 @@ class StoredTensors:
                 flat = torch.zeros(sum(sizes[:count]), device=device)
                 tensors = dict(zip(names[:count], flat.split(sizes[:count]), strict=True))
                 for name, tensor in tensors.items():
-                    self._read_slices(kind, name, tensor)
+                    for offset, length, rank in self._slices[name]:
+                        if (file := self._files.get((GROUPS[kind], rank))) is not None:  # of this rank
+                            tensor[offset : offset + length].copy_(file.get_tensor(_key(kind, name, offset)))
                 if self._world.size > 1:
                     torch.distributed.all_reduce(flat.view(torch.int32))
                 refuse_non_finite(tensors, self._place)
                 yield from ((kind, name, tensor) for name, tensor in tensors.items())
                 names = names[count:]
-
-    def _read_slices(self, kind: str, name: str, into: Tensor) -> None:
-        """Fill in the slices that are in files of this rank."""
-        for offset, length, rank in self._slices[name]:
-            file = self._files.get((GROUPS[kind], rank))
-            if file is not None:
-                into[offset : offset + length].copy_(file.get_tensor(_key(kind, name, offset)))
 
 
 def refuse_non_finite(tensors: Mapping[str, Tensor], place: str | Path) -> None:

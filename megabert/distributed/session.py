@@ -111,7 +111,11 @@ def run(command: Callable[[Session], int], finish: Callable[[], object] = lambda
         except RuntimeError as fault:  # of a loader process that died, raised anywhere
             code = _report(fault, session)
         if session is not None and session.world.size > 1 and dist.is_initialized():
-            _end_process(code)
+            # without waiting for other threads and the process group
+            if code == UNEXPECTED:
+                logs.write(traceback.format_exc(), sys.stderr)
+            logs.flush()
+            os._exit(errors.record_exit_code(code))
         if code == UNEXPECTED:
             raise
         return code
@@ -144,11 +148,3 @@ def _report(error: Exception, session: Session | None) -> int:
         return errors.FAILED
     session.watchdog.exit_if_rank_died()  # a collective also fails when another rank has died
     return UNEXPECTED
-
-
-def _end_process(code: int) -> None:
-    """Exit without waiting for other threads and the process group."""
-    if code == UNEXPECTED:
-        logs.write(traceback.format_exc(), sys.stderr)
-    logs.flush()
-    os._exit(errors.record_exit_code(code))

@@ -3,7 +3,8 @@
 INT (Ctrl-C), TERM, HUP (a closed terminal), USR1 and USR2 request a stop, and so does an approaching limit
 (`--max-time`, the end of the SLURM job). The loop checks the flag after every update; a collective in a signal handler
 would hang. A second signal ends the process at once, unless it arrives within ECHO_SECONDS: a launcher and the batch
-system may both forward the same request.
+system may both forward the same request. Threads wait for signals, since a main thread that is blocked in a rendezvous or a
+collective runs no Python signal handlers.
 
 This module must not import torch: signals are caught before the slow imports.
 """
@@ -48,15 +49,14 @@ _taken_over = threading.Event()
 _early: threading.Thread | None = None
 # When a signal was received before a `Stop` existed, in seconds of the monotonic clock.
 _early_request: float | None = None
-# Handlers before `install_handlers`, in a process that a command was called in.
+# Handlers before `install_handlers`, and wakeup descriptors before each `Stop`, in a process that a command was called in.
 _before: dict[signal.Signals, Any] = {}
+_wakeups: list[int] = []
 
 
 def exit_on_signals() -> None:
     """Exit with REQUEUE on a signal until a `Stop` exists; before that there is nothing to save. A rank that restarts
     in place records the request instead, for its `Stop` to honour.
-
-    A thread waits for signals, since a main thread that is blocked in a rendezvous runs no Python signal handlers.
     """
     global _early
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -93,6 +93,7 @@ def install_handlers(request: Callable[[int, Any], None]) -> None:
         _before.setdefault(number, signal.signal(number, request))
     if _early is not None:
         _before.clear()  # the process ends with the command
+        _wakeups.clear()
         _taken_over.set()
         _early.join()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -103,6 +104,8 @@ def restore_handlers() -> None:
     while _before:
         number, handler = _before.popitem()
         signal.signal(number, handler or signal.SIG_DFL)
+    while _wakeups:  # which ends the thread that reads it
+        os.close(signal.set_wakeup_fd(_wakeups.pop()))
 
 
 def interrupt(number: int, frame: Any) -> None:
@@ -121,17 +124,30 @@ class Stop:
         share, most = UNKNOWN_SAVE
         self._first_save = 0.0 if deadline is None else min(share * max(deadline - time.time(), 0.0), most)
         self._signalled: float | None = None
+        received, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        _wakeups.append(signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False))
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
+        threading.Thread(target=self._watch, args=[received], name="second signal", daemon=True).start()
         install_handlers(self._request)
         self._signalled = self._signalled or _early_request
 
     def _request(self, number: int, frame: Any) -> None:
-        now = time.monotonic()
-        if self._signalled is not None and now - self._signalled > ECHO_SECONDS:
-            os._exit(128 + number)
-        if self._signalled is None:
-            self._signalled = now
-            if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
-                logs.write_notice(NOTICE)  # not logged: the interrupted code may hold the logger's lock
+        self._signalled = self._signalled or time.monotonic()
+
+    def _watch(self, received: int) -> None:
+        """End the process at a second signal, also while the main thread is blocked."""
+        first = _early_request
+        while number := int.from_bytes(os.read(received, 1)):
+            if number not in SIGNALS:  # of a loader process that ended
+                continue
+            if first is None:
+                first = time.monotonic()
+                if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
+                    logs.write_notice(NOTICE)  # not logged: the main thread may hold the logger's lock
+            elif time.monotonic() - first > ECHO_SECONDS:
+                os._exit(128 + number)
+        os.close(received)
 
     @property
     def requested(self) -> bool:

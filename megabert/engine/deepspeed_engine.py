@@ -87,8 +87,7 @@ class Engine:
         segments = {master.tensor: master.segments for master in self.layout.masters}
         if config.optimizer.split_qkv:
             stacked = {f"{name}.weight": getattr(m, "matrices", ()) or (1,) for name, m in module.named_modules()}
-            segments, units = self.layout.units(stacked)
-            self.optimizer.set_units(units)
+            segments, self.optimizer.units = self.layout.units(stacked)
         alone = world.size == 1 or not self.layout.partitioned
         self.optimizer.attach(segments, None if alone else world.device, world)
         self.compute_time = ComputeTime(world.device)

@@ -20,12 +20,9 @@ class AdamByUnit(GuardedOptimizer):
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._units = sum(len(group["params"]) for group in self.param_groups)
+        # the number of units: more where `attach`'s segments split parameters
+        self.units = sum(len(group["params"]) for group in self.param_groups)
         self._index_tensors: dict[tuple[int, ...], Tensor] = {}  # indices of units, copied to the device once
-
-    def set_units(self, units: int) -> None:
-        """Set the number of units if `attach`'s segments split parameters."""
-        self._units = units
 
     def _adam(self, group: dict[str, Any], tensors: list[Tensor], targets: list[Tensor], lr: float) -> None:
         """Subtract from flat `targets` lr times Adam's direction m^ / (sqrt(v^) + eps) of `tensors`, by torch's fused kernel: one
@@ -59,7 +56,7 @@ class AdamByUnit(GuardedOptimizer):
     def _sums(self, slices: Slices, device: torch.device) -> Tensor:
         """fp64 [rows, units]: the squares of each unit's elements, summed over its slices on all ranks."""
         indices, rows = slices
-        sums = torch.zeros(len(rows), self._units, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(rows), self.units, dtype=torch.float64, device=device)
         if indices:
             if indices not in self._index_tensors:
                 self._index_tensors[indices] = to_device(indices, device, torch.int64)

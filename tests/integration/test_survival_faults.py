@@ -87,7 +87,10 @@ def test_a_signal_to_one_rank_saves_on_all(dataset, tmp_path, uninterrupted):
 
 
 def test_a_second_signal_ends_at_once(dataset, tmp_path):
-    job = Job(dataset, tmp_path / "run", ranks=1, driver=PAUSE.format(seconds=60))
+    """Also where the main thread runs no Python signal handlers, as in a collective."""
+    blocked = "__import__('torch').distributed.HashStore().wait(['never'])"
+    driver = PAUSE.replace("time.sleep({seconds})", blocked)
+    job = Job(dataset, tmp_path / "run", ranks=1, driver=driver)
     job.wait_for("step       3/")
     job.signal(signal.SIGINT)
     job.wait_for("stopping: the run is saved after this update; Ctrl-C again ends it at once")
