@@ -42,8 +42,8 @@ LAUNCHERS = (
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 SHOWN = 4  # most facts, and ranks of each value, in the message of `check_same`
-# Sleep before the process group is destroyed, see `shutdown`. gloo's threads release tensors within microseconds,
-# under load milliseconds.
+# Sleep before the process group is destroyed, see `shutdown`, or a process forks. gloo's threads release tensors within
+# microseconds, under load milliseconds.
 SETTLE_SECONDS = 0.2
 
 Result = TypeVar("Result")
