@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megabert.common import logs
-from megabert.common.errors import record_exit_code
+from megabert.common.errors import FAILED, record_exit_code
 
 REQUEUE = 85  # exit code: everything is saved, run the same command again
 SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -146,6 +146,7 @@ class Stop:
                 if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
                     logs.write_notice(NOTICE)  # not logged: the main thread may hold the logger's lock
             elif time.monotonic() - first > ECHO_SECONDS:
+                record_exit_code(FAILED)  # for a launch script: nothing was saved
                 os._exit(128 + number)
         os.close(received)
 

@@ -87,10 +87,11 @@ def test_a_signal_to_one_rank_saves_on_all(dataset, tmp_path, uninterrupted):
 
 
 def test_a_second_signal_ends_at_once(dataset, tmp_path):
-    """Also where the main thread runs no Python signal handlers, as in a collective."""
+    """Also where the main thread runs no Python signal handlers, as in a collective. To a launch script it is a failure."""
     blocked = "__import__('torch').distributed.HashStore().wait(['never'])"
     driver = PAUSE.replace("time.sleep({seconds})", blocked)
-    job = Job(dataset, tmp_path / "run", ranks=1, driver=driver)
+    (codes := tmp_path / "codes").mkdir()
+    job = Job(dataset, tmp_path / "run", ranks=1, driver=driver, MEGABERT_EXIT_DIR=str(codes))
     job.wait_for("step       3/")
     job.signal(signal.SIGINT)
     job.wait_for("stopping: the run is saved after this update; Ctrl-C again ends it at once")
@@ -98,6 +99,7 @@ def test_a_second_signal_ends_at_once(dataset, tmp_path):
     time.sleep(1.5)
     job.signal(signal.SIGINT)
     end(job, 128 + signal.SIGINT, within=5)
+    assert [code.read_text() for code in codes.iterdir()] == ["4\n"]
 
 
 @slow
