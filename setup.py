@@ -24,6 +24,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 OBJECTS = ROOT / "build" / "native"  # kept between installs, so that an edit recompiles one file
@@ -174,6 +175,15 @@ class BuildNative(build_ext):
         part.replace(target)  # atomic: a running process keeps the library it has
 
 
+class BuildPython(build_py):
+    """Copies all modules anew: a wheel would have those that are gone, and old ones for those that are dated back."""
+
+    def run(self) -> None:
+        if Path(self.build_lib).resolve().parent == ROOT / "build":
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 def up_to_date(made: Path, command: list[str]) -> bool:
     """Whether an object is newer than all it was made from and was made by the same command."""
     record, listing = Path(f"{made}.cmd"), Path(f"{made}.d")
@@ -195,6 +205,6 @@ def wheel_options(with_cuda: bool) -> dict[str, str]:
 cpp, cuda = native_sources()
 setup(
     ext_modules=[Extension("megabert._native", cpp + cuda, py_limited_api=True)] if cpp else [],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "build_py": BuildPython},
     options={"bdist_wheel": wheel_options(bool(cuda))} if cpp else {},
 )

@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -146,6 +147,7 @@ STAND_IN = """#!/usr/bin/env bash
 case "$*" in
   "-m venv "*)
     mkdir -p "$4/bin"
+    touch "$4/pyvenv.cfg"
     cp "$0" "$4/bin/python"
     printf '#!/bin/sh\\necho "pip 26 from %s (python 3)"\\n' "$(realpath "$4/bin")" >"$4/bin/pip"
     chmod +x "$4/bin/pip"
