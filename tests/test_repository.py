@@ -125,7 +125,7 @@ def test_image_copies_what_the_build_needs() -> None:
     assert needed | {project()["readme"], *project()["license-files"]} <= copied
 
 
-def test_an_old_python_or_a_missing_compiler_is_one_clear_line(tmp_path) -> None:
+def test_an_old_python_a_missing_compiler_or_a_folder_of_files_is_one_clear_line(tmp_path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("bash", "sh", "find", "sort", "xargs", "sha256sum", "cut", "cat", "dirname", "grep", "rm", "env"):
@@ -136,6 +136,7 @@ def test_an_old_python_or_a_missing_compiler_is_one_clear_line(tmp_path) -> None
         ({}, "error: no Python 3.11 or newer on PATH"),
         ({"PYTHON": "/nowhere/python"}, "error: PYTHON=/nowhere/python is not"),
         ({"PYTHON": sys.executable}, "error: no C++ compiler (g++)"),
+        ({"PYTHON": sys.executable, "CXX": "env", "VENV": str(tools)}, f"error: VENV={tools} has files"),
     ):
         env = {"PATH": str(tools), "VENV": str(tmp_path / "venv")} | more
         done = subprocess.run([tools / "bash", ROOT / "launch/venv.sh"], env=env, capture_output=True, text=True)
@@ -261,6 +262,9 @@ def test_nvcc_of_nvidias_wheels_comes_last(tmp_path, monkeypatch) -> None:
 @pytest.mark.slow
 def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> None:
     folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
+    left = folder / f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/megabert/gone.py"
+    left.parent.mkdir(parents=True)
+    left.touch()  # by an earlier build
     done = build(folder, "setup.py", "-q", "bdist_wheel", MEGABERT_CUDA="0")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,) = (folder / "dist").glob("*.whl")
