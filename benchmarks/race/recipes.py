@@ -1,11 +1,14 @@
 """Tracks of the race, which are budgets, and its recipes, the settings of an entry as a TOML file.
 
-about = "what it is, in a line" change = "what made it better than the record before" system = "megabert"            # or "huggingface":
-the plain loop of benchmarks/peers preset = "mini"                # the size; of ours also all other settings vocabulary = 30_000
-# its size, or a tokenizer file
+about = "what it is, in a line"
+change = "what made it better than the record before"
+system = "megabert"  # or "huggingface": the plain loop of benchmarks/peers
+preset = "mini"      # the size; of ours also all other settings
+vocabulary = 30_000  # its size, or a tokenizer file
 
-[keys]                         # ours: section.key of the configuration; the peer's: fields of its PeerRecipe, and model.key
-"optimizer.lr" = 1.5e-3 warmup = 0.06                  # share of the budget, for both systems
+[keys]  # ours: section.key of the configuration; the peer's: fields of its PeerRecipe, and model.key
+"optimizer.lr" = 1.5e-3
+warmup = 0.06        # share of the budget, for both systems
 """
 
 from __future__ import annotations
