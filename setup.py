@@ -129,10 +129,10 @@ class BuildNative(build_ext):
         includes = [f"-I{ROOT / 'csrc'}"]
         for path in cpp_extension.include_paths():
             includes += ["-isystem", path]
-        cxx = shlex.split(os.environ.get("CXX", "c++" if shutil.which("c++") else "g++"))
+        cxx = shlex.split(os.environ.get("CXX") or ("c++" if shutil.which("c++") else "g++"))
         if shutil.which(cxx[0]) is None:
             sys.exit(f"error: no C++ compiler ({cxx[0]}): apt-get install g++, or set CXX")
-        nvcc = find_nvcc()
+        nvcc, host = find_nvcc(), ["-ccbin", cxx[0]] if os.environ.get("CXX") else []
         arch = gencode(os.environ.get("TORCH_CUDA_ARCH_LIST") or architectures(nvcc)) if nvcc and cuda else []
 
         def compile_one(source: str) -> Path:
@@ -140,7 +140,6 @@ class BuildNative(build_ext):
             made.parent.mkdir(parents=True, exist_ok=True)
             if source.endswith(".cu"):
                 assert nvcc is not None
-                host = ["-ccbin", cxx[0]] if "CXX" in os.environ else []
                 command = [nvcc, *host, "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fopenmp", *arch]
                 command += ["--expt-relaxed-constexpr", "-DMEGABERT_CUDA", "-DUSE_CUDA"]
             else:
@@ -157,7 +156,7 @@ class BuildNative(build_ext):
         libraries = [*glibc_stub(cxx, OBJECTS), *(f"-L{path}" for path in cpp_extension.library_paths())]
         if any(source.endswith(".cu") for source in ext.sources):
             assert nvcc is not None  # nvcc links: it knows where its own runtime is
-            link = [nvcc, "-shared", "-cudart", "static", "-Xcompiler=-fopenmp"]
+            link = [nvcc, *host, "-shared", "-cudart", "static", "-Xcompiler=-fopenmp"]
             # of NVIDIA's wheels, where nvcc expects lib64
             libraries.append(f"-L{Path(nvcc).resolve().parents[1] / 'lib'}")
             # libtorch.so is kept though nothing in it is used: it brings torch's CUDA library, where torch has one. nvcc

@@ -259,6 +259,20 @@ def test_nvcc_of_nvidias_wheels_comes_last(tmp_path, monkeypatch) -> None:
     assert setup["architectures"](str(nvcc)) == "8.0;8.9;9.0+PTX", "of CUDA 12.4, which knows no sm_100"
 
 
+def test_nvcc_compiles_and_links_by_the_compiler_that_cxx_names(tmp_path) -> None:
+    """With a stand-in for nvcc that does not link."""
+    folder = copy_of_the_build(tmp_path / "copy", registration__cpp="", kernel__cu="")
+    made = '*" -c "*) for last; do :; done; touch "$last";;'
+    script = f'#!/bin/sh\ncase "$*" in --list*) echo compute_90;; {made} *) exit 1;; esac\n'
+    programs.write(tmp_path / "bin/nvcc", script)
+    cxx = shutil.which("c++") or shutil.which("g++") or ""
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CXX": cxx, "MEGABERT_CUDA": "1"}
+    done = build(folder, "setup.py", "build_ext", "--inplace", **env)
+    assert "error: linking _native.abi3.so failed (exit 1)" in done.stderr
+    commands = re.findall(r"^  \S+/bin/nvcc -ccbin (\S+) (?:-O3|-shared) ", done.stdout, re.M)
+    assert commands == [cxx, cxx], done.stdout
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_presets_and_one_native_library_that_loads(tmp_path) -> None:
     folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
