@@ -73,8 +73,9 @@ def prepare(args: argparse.Namespace, vocabulary: int | str) -> RaceData:
 def judged(run: Path, pairs: Path, threads: int) -> dict[str, Any]:
     """{judge: {score: table}} of the minimal pairs in the folders of `pairs`, by field."""
     tables: dict[str, Any] = {name: {} for name in JUDGES}
+    of = hashlib.sha256(str(pairs.resolve()).encode()).hexdigest()[:8]
     for name, score in itertools.product(JUDGES, SCORES):
-        file = run.with_name(f"{run.name}-{name}-{score}.json")
+        file = run.with_name(f"{run.name}-{of}-{name}-{score}.json")
         command = [sys.executable, "-m", "megabert", "pairs", "--model", str(run), "--pairs", str(pairs / name)]
         if not file.is_file():  # scored in an earlier call
             hardware.call([*command, "--score", score, "--json", str(file)], threads, file.with_suffix(".log"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +62,15 @@ def test_another_text_is_cut_and_split_again(text, monkeypatch) -> None:
         ten_million_words.prepare(Namespace(run=text / "run", text=one, words=65), 600) for one in (text, other, text)
     )
     assert first == again and first[0] != second[0] and first[1] != second[1]
+
+
+def test_other_pairs_are_scored_again(tmp_path, monkeypatch) -> None:
+    def score(command: list[str], threads: int, log: Path) -> None:
+        share = 0.5 if "one/" in command[command.index("--pairs") + 1] else 0.7
+        table = {"accuracy": share, "pairs": 10, "ties": 0, "fields": {}}
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(table))
+
+    monkeypatch.setattr(ten_million_words.hardware, "call", score)
+    for name, share in (("one", 0.5), ("two", 0.7), ("one", 0.5)):
+        found = ten_million_words.judged(tmp_path / "run", tmp_path / name, 1)
+        assert [found[judge]["causal"]["accuracy"] for judge in ("blimp", "zorro")] == [share, share]
