@@ -66,7 +66,7 @@ compiler=${CXX:-$(command -v c++ || command -v g++ || echo g++)}
 command -v "${compiler%% *}" >/dev/null || fail "no C++ compiler (${compiler%% *}); install one (apt-get install g++) or set CXX"
 
 if [ -z "$same_python" ] || ! in_place || ! new_enough "$VENV/bin/python"; then
-  [ -e "$VENV/pyvenv.cfg" ] || [ -z "$(find "$VENV" -mindepth 1 -print -quit 2>/dev/null)" ] ||
+  [ -e "$VENV/pyvenv.cfg" ] || [ -z "$(find "$VENV" -not -type d -print -quit 2>/dev/null)" ] ||
     fail "VENV=$VENV has files and is no environment of venv, which would be deleted; name another folder"
   echo "making $VENV with $("$python" --version)"
   "$python" -m venv --clear "$VENV"
