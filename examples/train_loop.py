@@ -25,7 +25,7 @@ def main(folder: str, updates: int = 100) -> float:
     shape = ModelConfig(layers=2, hidden=128, heads=2, vocab_size=tokenizer.vocab_size, nsp=pairs)
     model = BertForPreTraining(shape, device=device, dtype=torch.float32).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=updates, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=updates, pct_start=0.11)
     loader = Loader(dataset, tokenizer, global_batch=64, micro_batch=32, seed=42)
     loss = torch.zeros(())
     for step, update in zip(range(updates), loader, strict=False):

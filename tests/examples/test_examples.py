@@ -60,6 +60,7 @@ def test_train_loop(dataset) -> None:
     shown = run(sys.executable, "examples/train_loop.py", dataset, 20)
     losses = [float(loss) for loss in re.findall(r"update +\d+  loss (\d+\.\d+)", shown)]
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.8, losses
+    assert "update    9" in run(sys.executable, "examples/train_loop.py", dataset, 10)
 
 
 @pytest.mark.slow
