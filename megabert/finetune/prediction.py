@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from megabert.common.arguments import refuse_replacing
 from megabert.common.streaming import in_order
 from megabert.distributed.ranks import World, discover
 from megabert.finetune import files, save, scores
@@ -118,6 +119,8 @@ def predict_file(
     usual, task = task.id, replace(task, text=columns, label=label, id=identity)
     if not (identity or lines) and files.has_ids(task, usual, Path(path)):
         task = replace(task, id=usual)
+    if task.unanswerable:
+        refuse_replacing("--output", str(scores.no_answer_file(Path(output))))
     if probabilities and task.kind not in ("classify", "multilabel"):
         raise ValueError(f"--probabilities: are of the labels of a text, and {task.name} is a {task.kind} task")
     return predict_with(model, task, Path(path), Path(output), lines, probabilities)

@@ -370,8 +370,8 @@ def write(task: Task, chunks: Iterable[tuple[Sequence[Any], ...]], path: Path, l
             count += 1
         if task.kind == "span":
             file.write(_as_json(answers))
-    if task.unanswerable:
-        write_atomically(no_answer_file(path), _as_json(doubts))
+        if task.unanswerable:
+            write_atomically(no_answer_file(path), _as_json(doubts))
     return count
 
 

@@ -235,6 +235,10 @@ def test_chunks_write_the_bytes_of_one_pass(kind: str, folder: Path, tmp_path: P
     if kind == "span":
         beside = [path.with_name(f"{path.stem}.no_answer.json") for path in (one, other)]
         assert json.loads(beside[0].read_text()) == pytest.approx(json.loads(beside[1].read_text()), abs=1e-5)
+        one.rename(tmp_path / "kept.json")
+        with pytest.raises(ValueError, match=r"one\.no_answer\.json: already exists; name another file"):
+            prediction.predict_file(model, file, one)
+        assert not one.exists()
 
 
 def peaks_of_predictions(world: World, model: str, folder: str) -> list[int]:
