@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megabert.common import storage
 from megabert.common.arguments import MODEL, Parser
 from megabert.common.errors import command
 from megabert.hf.hub import model_folder
@@ -51,7 +52,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loaded.language_model(device, precision.dtype_on(device, cfg.precision))
     metrics: dict[str, float | int] = {"step": loaded.step}
-    for name, dataset in zip(distinct_names(folders), datasets, strict=True):
+    for name, dataset in zip(distinct_names(list(map(storage.public, folders))), datasets, strict=True):
         batches = evaluation.with_sources(evaluation.fixed_batches(dataset, loaded.tokenizer, cfg), dataset)
         total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
         batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 from megabert.common.arguments import MODEL, TOKENIZER, Parser, refuse_missing, refuse_replacing
 from megabert.common.errors import command
-from megabert.common.logs import log
+from megabert.common.logs import hide_secrets, log
 from megabert.hf.hub import model_folder
 from megabert.objectives.pairs import read_pairs
 
@@ -69,6 +69,6 @@ def main(argv: list[str] | None = None) -> None:
     seconds, sentences = time.perf_counter() - started, len(list_sentences(pairs))
     log.info(f"{sentences:,} sentences in {seconds:.1f} s, {60 * sentences / seconds:,.0f} a minute")
     if args.json:
-        text = json.dumps({"model": args.model, "score": score} | table, indent=1) + "\n"
+        text = json.dumps({"model": hide_secrets(args.model), "score": score} | table, indent=1) + "\n"
         write_atomically(Path(args.json), text.encode())
     print(as_text(table))

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
 from megabert.common.files import write_atomically
-from megabert.common.logs import log
+from megabert.common.logs import hide_secrets, log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
 from megabert.finetune.tasks import Task
@@ -55,7 +55,7 @@ FILE = re.compile(r"(train|dev|validation)(_matched|_mismatched)?(-00000-of-0000
 SHARE, MOST = 0.1, 2_000
 PAGE = "results.md"
 # fields of a summary's settings in which tasks of one page differ
-OF_A_TASK = ("task", "kind", "text", "label", "id", "labels", "metrics", "files_sha256")
+OF_A_TASK = ("task", "kind", "text", "label", "id", "labels", "metrics", "files_sha256", "separators")
 
 
 # A task with its files: "train" and "reported", for MNLI "reported-m" and "reported-mm".
@@ -134,7 +134,7 @@ def render_page(model: str, summaries: Sequence[Mapping[str, Any]]) -> str:
              "chosen on examples held out of the training files."]  # fmt: skip
     if any(summary["settings"]["limit"] for summary in summaries):
         notes.append("**Each split was cut (`--limit`): a trial, not for comparison.**")
-    return "\n\n".join([f"# GLUE: {model}", "\n".join(lines), *notes]) + "\n"
+    return "\n\n".join([f"# GLUE: {hide_secrets(model)}", "\n".join(lines), *notes]) + "\n"
 
 
 def publish(output: Path, model: str, summary: Mapping[str, Any]) -> str:

@@ -162,9 +162,7 @@ class PairsWhileTraining:
         for span, score in sorted(spans.items()):
             scores[self.sentences[span.sentence]] += score
         table = build_table(self.pairs, scores)
-        fields = {
-            f"eval/pairs_{re.sub('[^a-zA-Z0-9]+', '_', field)}": value for field, value in table["fields"].items()
-        }
+        fields = {"eval/pairs_" + re.sub(r"[\W_]+", "_", field): value for field, value in table["fields"].items()}
         return {"eval/pairs_accuracy": table["accuracy"]} | fields
 
 

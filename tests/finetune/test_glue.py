@@ -106,13 +106,14 @@ def test_page_is_of_one_model(tmp_path, caplog) -> None:
     models = {"sst2": "a", "mrpc": "b", "rte": "b", "cola": "b"}
     settings = {task: {"task": task, "limit": 0, "model_sha256": weights} for task, weights in models.items()}
     settings["cola"]["from_scratch"] = True
+    settings["mrpc"]["separators"] = 2  # of RoBERTa's pairs alone
     summaries = {task: {"settings": settings[task], "points": points} for task in models}
     for task, summary in summaries.items():
         (tmp_path / task).mkdir()
         (tmp_path / task / "summary.json").write_text(json.dumps(summary))
-    shown = glue.publish(tmp_path, "runs/b", summaries["rte"])
+    shown = glue.publish(tmp_path, "https://me:secret@host/b?key=secret", summaries["rte"])
     page = (tmp_path / "results.md").read_text()
-    assert shown.startswith(page)
+    assert shown.startswith(page) and page.startswith("# GLUE: https://host/b\n")
     assert [name for name in ("CoLA", "SST-2", "MRPC", "RTE") if name in page] == ["MRPC", "RTE"]
     assert "results.md leaves out cola, sst2, which are of another model or of other settings" in caplog.text
 

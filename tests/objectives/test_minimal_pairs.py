@@ -142,7 +142,7 @@ def test_both_benchmarks_files_are_read(tmp_path: Path) -> None:
     assert same == [("one/npi-any", "right one"), ("two/npi-any", "right two")]
 
 
-def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None:
+def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys, monkeypatch) -> None:
     run, file, out = runs.make(tmp_path / "run", "uncased"), tmp_path / "npi-question.txt", tmp_path / "out.json"
     file.write_text("the fox the\nthe quick fox\n" * 3)
     command = ["--model", str(run), "--pairs", str(file)]
@@ -150,9 +150,12 @@ def test_the_command_prints_and_writes_its_table(tmp_path: Path, capsys) -> None
     assert json.loads(out.read_text())["score"] == "causal" and capsys.readouterr().out
     assert "already exists; name another file" in refusal(capsys, pairs.main, *command, "--json", out)
     out.unlink()
+    monkeypatch.setattr(pairs, "model_folder", lambda source: run)
+    command[1] = "https://me:secret@host/run?key=secret"
     assert pairs.main([*command, "--json", str(out)]) == 0
     written = json.loads(out.read_text())
     assert written["score"] == "masked" and written["pairs"] == 3 and written["accuracy"] in (0, 0.5, 1)
+    assert written["model"] == "https://host/run"
     shown = capsys.readouterr().out
     assert "2 sentences in " in shown and " a minute" in shown
     mean = f"{100 * written['accuracy']:.2f}  mean of 1 paradigms (3 pairs"
@@ -172,7 +175,7 @@ def figures_of(world) -> tuple[dict[str, float], int]:
     config = tiny.config(zero__stage=3 if world.size > 1 else 0)
     engine = tiny.engine(config, world)
     scorer = SentenceScorer(engine.module, config, Numbers(), world.device, line=False)
-    pairs = [Pair(f"9 {i} 7 {i + 1} 8", f"9 {i} 7 8", f"p{i % 2}", "a/b") for i in range(20, 61)]
+    pairs = [Pair(f"9 {i} 7 {i + 1} 8", f"9 {i} 7 8", f"p{i % 2}", ("a/b", "語/b")[i % 2]) for i in range(20, 61)]
     called, own = mock.Mock(), mock.patch.object(tokenizer_files, "encode", Numbers.encode_texts)
     with own, mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
         return PairsWhileTraining(pairs, scorer, world).evaluate(called), called.call_count
@@ -183,5 +186,6 @@ def figures_of(world) -> tuple[dict[str, float], int]:
 def test_ranks_share_the_sentences(world) -> None:
     alone, batches = figures_of(world)
     together = run_ranks(3, figures_of, timeout=120)
-    assert [found for found, _ in together] == [alone] * 3 and list(alone) == ["eval/pairs_accuracy", "eval/pairs_a_b"]
+    assert [found for found, _ in together] == [alone] * 3
+    assert list(alone) == ["eval/pairs_accuracy", "eval/pairs_a_b", "eval/pairs_語_b"]
     assert batches % 3 and [calls for _, calls in together] == [-(-batches // 3)] * 3
