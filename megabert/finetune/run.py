@@ -348,7 +348,8 @@ def train_tasks(
     """Train the runs of each task that have no result; returns the exit code. `read` returns a task's splits, `show` the page to
     print after its summary. Raises ValueError for mistakes, before anything is written."""
     stop, world, output = ranks.join(), ranks.world, Path(args.output)
-    args.precision = precision.choose(args.precision, world)
+    saved = on_main(world, lambda: saved_precision([folder for *_, folder in tasks]))
+    args.precision = precision.choose(args.precision, world, saved)
     start, (first, *_) = load_start(args.model, args.tokenizer), tasks[0]
     model = start.config.model
     runs = list_runs(args, min(first.max_length, model.max_positions), first.stride, model.hidden)
@@ -388,6 +389,12 @@ def train_tasks(
         page = show(summary) if world.is_main else ""
     log.info(page)
     return OK
+
+
+def saved_precision(folders: Sequence[Path]) -> str:
+    """That of the runs in the first of `folders` that has any, also if they began on another device; "" without."""
+    paths = (folder / COMMON for folder in folders)
+    return next((read_json(path, "name another --output").get("precision", "") for path in paths if path.is_file()), "")
 
 
 def load_start(source: str, tokenizer: str) -> Pretrained:
