@@ -60,9 +60,9 @@ def check_config(run: Path, state: Mapping[str, Any]) -> None:
         if later and from_dict(recorded["config"]).digest() == recorded["config_sha256"]:
             return
         before, after = flat(trained), flat(recorded)
+        changed = min(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise ValueError(f"{path}: is not as it was written") from None
-    changed = min(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     raise ValueError(f"{path}: {changed} is {after.get(changed)!r}; the run was trained with {before.get(changed)!r}")
 
 

@@ -97,6 +97,12 @@ def change_the_config(folder: Path, draw: random.Random) -> None:
     path.write_bytes(canonical(tree))
 
 
+def change_line_ends(folder: Path, draw: random.Random) -> None:
+    """Of the configuration: the same values in other bytes."""
+    path = folder / "run/config.json"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+
+
 def change_a_log_line(folder: Path, draw: random.Random) -> None:
     path = folder / "run" / draw.choice(["metrics.jsonl", "starts.jsonl"])
     lines = path.read_text().splitlines()
@@ -122,6 +128,7 @@ CHANGES = {
     "an entry": lambda folder, draw: flip(folder / "run/checkpoints/chain.jsonl", draw),
     "entries": change_the_entries,
     "the configuration": change_the_config,
+    "line ends": change_line_ends,
     "a log line": change_a_log_line,
 }
 
