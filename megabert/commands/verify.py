@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megabert.common import chain, environment
+from megabert.common import chain, environment, storage
 from megabert.common.arguments import Parser
 from megabert.common.errors import command
 from megabert.common.files import canonical
@@ -106,7 +106,7 @@ def check_data(state: Mapping[str, Any], moved: Sequence[str]) -> str:
     for folder in rows:
         for problem in verify(folder):
             raise ValueError(problem)
-    return f"{sum(rows.values()):,} rows of {', '.join(rows)}"
+    return f"{sum(rows.values()):,} rows of {', '.join(map(storage.public, rows))}"
 
 
 @command

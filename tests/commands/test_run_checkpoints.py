@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megabert.commands import average, convert, export, fill, replay, verify
 from megabert.commands.evaluate import evaluate_run
 from megabert.common.files import canonical
 from megabert.config import Config, replace
+from megabert.data import mixture, shards
 from megabert.distributed.ranks import World
 from tests.finetune.test_huggingface import problem
 from tests.helpers import finetuned, runs
@@ -59,6 +61,15 @@ def test_tensors_are_the_mean_to_the_last_bit(run, tmp_path, capsys, options: st
         assert weight.numpy().tobytes() == mean.tobytes(), name
     assert not np.array_equal(ours["layers.0.qkv.weight"], each[-1]["layers.0.qkv.weight"])
     assert "mean: was converted or averaged, not trained" in refusal(capsys, verify.main, tmp_path / "mean")
+
+
+def test_verified_data_is_named_without_a_password(monkeypatch) -> None:
+    dataset = SimpleNamespace(place="https://me:secret@host/data", rows=3, manifest=SimpleNamespace(fingerprint="f"))
+    monkeypatch.setattr(mixture, "open_mixture", lambda *folders, **options: dataset)
+    monkeypatch.setattr(mixture, "members", lambda opened: [opened])
+    monkeypatch.setattr(shards, "verify", lambda folder: [])
+    state = {"config": {"data": {"path": "data"}}, "phase_datasets": ["f"]}
+    assert verify.check_data(state, [dataset.place]) == "3 rows of https://host/data"
 
 
 def test_every_reader_takes_the_mean(world: World, run: Path, tmp_path: Path) -> None:
