@@ -65,7 +65,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     problems = Problems(plan.on_error)
     ranges = _list_input(plan, problems)
     account = describe_input(plan, ranges)
-    if plan.url and not output_folder.prepare_url(plan.url, account, overwrite, plan.on_error):
+    if plan.url and not output_folder.prepare_url(plan.url, account, overwrite, plan.on_error, _sources(plan, ranges)):
         shutil.rmtree(plan.folder, ignore_errors=True)  # of a build that was killed while it removed this
         return None
     with output_folder.opened(plan.folder, account, overwrite, _sources(plan, ranges), on_error=plan.on_error) as work:
@@ -145,7 +145,7 @@ def _list_input(plan: BuildPlan, problems: Problems) -> list[RangeList]:
     classifiers.forget()
     for user_filter in plan.options.custom_filters:
         user_filter.check()
-    ranges = list_ranges(plan.corpora, plan.options.read, problems, plan.folder)
+    ranges = list_ranges(plan.corpora, plan.options.read, problems, [plan.folder, *filter(None, [plan.url])])
     if not any(map(len, ranges)):
         paths = " ".join(path for corpus in plan.corpora for path in corpus.paths)
         found = describe_losses(problems.counts, problems.lost)

@@ -235,9 +235,9 @@ def _refuse_foreign(output: Path) -> None:
             raise BadInput(f"--output {output}: holds {path.name}, which no build wrote; name another folder")
 
 
-def _refuse_sources(output: Path, sources: Iterable[str]) -> None:
+def _refuse_sources(output: str | Path, sources: Iterable[str]) -> None:
     """Raises BadInput if an input file is in the folder that a build may have to clear."""
-    top = os.path.join(os.path.realpath(output), "")
+    top = input_files.start_of(output)
     for path in sources:
         if input_files.real_path(path).startswith(top):
             raise BadInput(
@@ -287,13 +287,15 @@ def _remove_work(work: Path) -> None:
         log.warning(f"the dataset is complete, but {describe(error)}: remove {work} by hand")
 
 
-def prepare_url(url: str, account: dict[str, Any], overwrite: bool, on_error: str = "skip") -> bool:
-    """Prepare `url` for the upload of a build; returns False if its datasets are already complete there.
+def prepare_url(
+    url: str, account: dict[str, Any], overwrite: bool, on_error: str = "skip", sources: Iterable[str] = ()
+) -> bool:
+    """Prepare `url` for the upload of a build; returns False if its datasets are already complete there, without `overwrite`.
 
     Mutates the store: it deletes all objects of another build, with `overwrite`, or of an unfinished one of other files,
     manifests first, and it writes build.json, before any shard, since `publish` skips a shard of the same size. Raises
-    BadInput for another build without `overwrite`, for objects that no build wrote, which `publish` would delete, and while
-    another process of this machine builds or uploads there.
+    BadInput for another build without `overwrite`, for `sources` there, for objects that no build wrote, which `publish` would
+    delete, and while another process of this machine builds or uploads there.
     """
     found = storage.list_objects(url)
     changed = "without its account" if found else ""
@@ -305,8 +307,11 @@ def prepare_url(url: str, account: dict[str, Any], overwrite: bool, on_error: st
         overwrite = overwrite or (unfinished and not _changes(written, place, account, but=(FILES,)))
     places = folders(Path(), account["options"]["seq_len"]).values()
     if not changed and all((place / MANIFEST).as_posix() in found for place in places):
-        _refuse_skipped(url, on_error)
-        return False
+        if not overwrite:
+            _refuse_skipped(url, on_error)
+            return False
+        changed = "complete"
+    _refuse_sources(url, sources)
     if foreign := [name for name in found if not OURS.fullmatch(name.partition("/")[0])]:
         raise BadInput(f"--output {url}: holds {foreign[0]}, which no build wrote; name another URL")
     if changed and not overwrite:

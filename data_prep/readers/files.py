@@ -78,6 +78,12 @@ def real_folder(folder: str) -> str:
     return os.path.realpath(folder)
 
 
+def start_of(folder: str | os.PathLike[str]) -> str:
+    """The beginning of the real paths, or the URLs, of all that is in a folder."""
+    is_url = storage.is_url(folder)
+    return storage.join(os.fspath(folder), "") if is_url else os.path.join(os.path.realpath(folder), "")
+
+
 def matches(item: str, problems: Problems) -> list[str]:
     """The file or folder of that name, or the matches of a glob; of a URL itself. Raises BadInput if there is none."""
     if storage.is_url(item):

@@ -62,16 +62,16 @@ PlannedFile = tuple[str, list[FileRange], Problems, float]
 
 
 def list_ranges(
-    corpora: Sequence[Corpus], options: ReadOptions, problems: Problems, output: Path | None = None
+    corpora: Sequence[Corpus], options: ReadOptions, problems: Problems, outputs: Sequence[str | Path] = ()
 ) -> list[RangeList]:
     """The ranges of all files of each corpus in order. A file named twice is read once. Empty files are counted and
-    skipped. If the build's `output` lies inside an input folder or a glob's, its files are skipped.
+    skipped. If one of the build's `outputs` lies inside an input folder or a glob's, its files are skipped.
 
     Raises BadInput naming the file that can't be read.
     """
     seen, notices = files.SeenFiles(), files.InputNotices()
     files.real_folder.cache_clear()
-    own = os.path.join(os.path.realpath(output), "") if output else ""
+    own = {files.start_of(output): output for output in outputs}
     several = bool(source_names(corpora))
 
     def corpus_ranges(number: int, corpus: Corpus) -> Iterator[FileRange]:
@@ -83,11 +83,11 @@ def list_ranges(
                 planned = ((os.path.realpath(module.path), [module], Problems("skip"), 0.0) for module in modules)
             else:
                 paths = files.expand(item, problems, notices)
-                top = os.path.join(os.path.realpath(files.folder_of_input(item)), "")
-                if own and own[:-1].startswith(top):
-                    if os.path.isdir(item):
-                        log.info(f"--input {item}: all but {output}, the folder of this build")
-                    paths = (path for path in paths if not files.real_path(path).startswith(own))
+                folder = files.folder_of_input(item)
+                if inside := tuple(start for start in own if start[:-1].startswith(files.start_of(folder))):
+                    if folder == item:
+                        log.info(f"--input {item}: all but {own[inside[0]]}, the folder of this build")
+                    paths = (path for path in paths if not files.real_path(path).startswith(inside))
                 planned = _plan_all(paths, options, problems.policy)
             for real, parts, its_problems, size in planned:
                 if seen.add(real):

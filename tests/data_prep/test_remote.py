@@ -199,8 +199,21 @@ def test_corrected_file_of_a_build_to_a_bucket(topics, proxy, options, tmp_path)
     path.write_text(records(topics) + '{"text": "5"}\n', encoding="utf-8")
     build(path, url, **options)
     assert list(verify(url)) == []
+    storage.write(f"{url}/shard-000000.tar", bytes(storage.stat(f"{url}/shard-000000.tar").size))
+    build(path, url, overwrite=True, **options)
+    assert list(verify(url)) == []
     path.write_text(records(topics), encoding="utf-8")
     assert "--overwrite replaces it" in error_of(build(path, url, code=2, **options))
+
+
+def test_a_bucket_may_have_its_build_inside_and_loses_no_input(topics, proxy, options) -> None:
+    url, options = "s3://texts/inside", options | {"save_text": True}
+    storage.write(f"{url}/a.jsonl", records(topics).encode())
+    build(url, f"{url}/out", **options)
+    assert "complete already" in build(url, f"{url}/out", **options).stdout
+    refused = build(f"{url}/out/text", f"{url}/out", code=2, overwrite=True, **options)
+    assert f"would replace {url}/out/text/part-0000000.parquet, which it reads" in error_of(refused)
+    assert list(verify(f"{url}/out")) == []
 
 
 @pytest.mark.parametrize("more", [{}, {"seed": 6, "overwrite": True}], ids=["same", "other"])
