@@ -281,6 +281,10 @@ def test_damaged_copies_are_fetched_again(tmp_path, caplog):
         assert [line.partition(": ")[2] for line in lines] == [
             f"{text} {url}{name}" for name in ("/shard-000003.tar", "", "/shard-000005.tar", "/shard-000009.tar")
         ]
+        for gone in ("held_out/manifest.json", "held_out/shard-000000.tar", local.manifest.tokenizer["file"]):
+            (remote.folder / gone).unlink()  # by what removes old files
+            assert len(Dataset(Dataset(url, cache=cache).held_out_path).read(every[:64]).ids) == 64
+            assert (remote.folder / gone).is_file()
         for file in (shards[3], folder / shards[3].name):
             sample.flip(file, at)
         with pytest.raises(ValueError, match=f"^{url}/shard-000003.tar: SHA-256 is not the one in the manifest"):

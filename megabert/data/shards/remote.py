@@ -87,11 +87,12 @@ def dataset_folder(folder: str | os.PathLike[str], cache: Cache = DEFAULT) -> Pa
 
 
 def _damaged(folder: Path, text: bytes, manifest: Manifest, shards: Sequence[Shard] = ()) -> Iterator[Path]:
-    """The copies beside shards, of these `shards` and of the held-out split that are not as they were written. `text`: the manifest's."""
+    """The copies beside shards, of these `shards` and of the held-out split that are gone or not as they were written. `text`: the
+    manifest's."""
     if (folder / MANIFEST).read_bytes() != text:
         yield folder / MANIFEST
     tokenizer = folder / manifest.tokenizer["file"]
-    if tokenizer.is_file() and not is_tokenizer(tokenizer, manifest.tokenizer["sha256"]):
+    if not tokenizer.is_file() or not is_tokenizer(tokenizer, manifest.tokenizer["sha256"]):
         yield tokenizer
     sources = [(manifest.sources["file"], manifest.sources["sha256"])] if manifest.sources else []
     for name, sha256 in (*sources, *((shard.name, shard.sha256) for shard in shards)):
@@ -106,7 +107,7 @@ def _damaged(folder: Path, text: bytes, manifest: Manifest, shards: Sequence[Sha
 
 
 def _is_damaged(path: Path, sha256: str) -> bool:
-    return path.is_file() and hash_file(path) != sha256
+    return not path.is_file() or hash_file(path) != sha256
 
 
 def is_tokenizer(path: Path, sha256: str) -> bool:
@@ -239,7 +240,7 @@ class RemoteShards:
             if not suspect:
                 return path
         with _alone(path):
-            damaged = suspect and _is_damaged(path, shard.sha256)
+            damaged = suspect and path.is_file() and _is_damaged(path, shard.sha256)
             if path.is_file() and not damaged:
                 return path
             url, part = storage.join(self.url, shard.name), path.with_name(f".{path.name}.part")
