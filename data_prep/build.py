@@ -68,7 +68,8 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     if plan.url and not output_folder.prepare_url(plan.url, account, overwrite, plan.on_error, _sources(plan, ranges)):
         shutil.rmtree(plan.folder, ignore_errors=True)  # of a build that was killed while it removed this
         return None
-    with output_folder.opened(plan.folder, account, overwrite, _sources(plan, ranges), on_error=plan.on_error) as work:
+    sources = _sources(plan, ranges)
+    with output_folder.opened(plan.folder, account, overwrite, sources, False, plan.on_error, plan.url) as work:
         if work is None:
             if plan.url:  # killed while the last files were uploaded
                 output_folder.upload(plan.url, plan.folder, progress)

@@ -70,9 +70,10 @@ def opened(
     sources: Iterable[str] = (),
     part: bool = False,
     on_error: str = "skip",
+    url: str = "",
 ) -> Iterator[Path | None]:
     """The work folder of the build of `account`, or None if the dataset is complete. One build at a time, or several jobs that each
-    read a `part`. `sources` are the input files: none may be in `output`, which may be cleared.
+    read a `part`. `sources` are the input files: none may be in `output`, which may be cleared. `url`: where its content goes.
 
     When the build ends, the work folder is removed and the account is kept. After BadInput, which the user corrects by other
     options, unpacked text is kept; after any other error (a full disk, an interruption, a bug) the same command resumes the build.
@@ -103,6 +104,9 @@ def opened(
             raise
         except BadInput:
             clear(output)
+            with contextlib.suppress(OSError, ValueError):  # the mistake is what the user has to know
+                for name in sorted(storage.list_objects(url) if url else (), key=ACCOUNT.__eq__):  # the account last
+                    storage.remove(storage.join(url, name))
             if work.exists():
                 log.warning(f"{work}: keeps the unpacked text for the corrected command")
             elif created:

@@ -206,6 +206,16 @@ def test_corrected_file_of_a_build_to_a_bucket(topics, proxy, options, tmp_path)
     assert "--overwrite replaces it" in error_of(build(path, url, code=2, **options))
 
 
+def test_a_mistake_leaves_nothing_in_a_bucket(topics, proxy, options, tmp_path) -> None:
+    url, path, given = "s3://texts/mistake", tmp_path / "a.jsonl", {"tokenizer": options["tokenizer"]}
+    options = {name: value for name, value in options.items() if name != "tokenizer"}
+    path.write_text(records(topics), encoding="utf-8")
+    assert "--vocab-size: 900000 is too large" in error_of(build(path, url, code=2, vocab_size=900_000, **options))
+    assert storage.find(f"{url}/") == []
+    build(path, url, **given | options)
+    assert list(verify(url)) == []
+
+
 def test_a_bucket_may_have_its_build_inside_and_loses_no_input(topics, proxy, options) -> None:
     url, options = "s3://texts/inside", options | {"save_text": True}
     storage.write(f"{url}/a.jsonl", records(topics).encode())
