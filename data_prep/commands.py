@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import re
@@ -157,7 +158,8 @@ def corpora(inputs: list[str], weights: list[str]) -> list[Corpus]:
     name = "input"
     for item in inputs:
         named = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", item, re.DOTALL)
-        if named and not os.path.lexists(item):
+        # else a path or glob whose first folder is one such as year=2026
+        if named and not os.path.lexists(item) and not glob.glob(item.partition("/")[0]):
             name, item = named.groups()
         paths.setdefault(name, []).append(item)
     factors: dict[str, float] = {}

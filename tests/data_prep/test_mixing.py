@@ -14,10 +14,14 @@ from tests.helpers.prep_builds import build, build_here, error_of
 from tests.helpers.prep_reading import write_all
 
 
-def test_named_inputs_and_weights():
+def test_named_inputs_and_weights(tmp_path, monkeypatch):
     assert corpora(["a", "b"], []) == [Corpus("input", ("a", "b"), 1.0)]
     wiki, books = Corpus("wiki", ("a", "b"), 1.0), Corpus("books", ("c=d",), 2.5)
     assert corpora(["wiki=a", "b", "books=c=d"], ["books=2.5"]) == [wiki, books]
+    (tmp_path / "year=2026").mkdir()
+    monkeypatch.chdir(tmp_path)
+    paths = ("year=2026/*", "year=*/x")
+    assert corpora([*paths, "a=year=2026/*"], []) == [Corpus("input", paths), Corpus("a", paths[:1])]
     for weight, words in (("books=2", "no corpus of that name"), ("wiki=0", "above 0"), ("wiki", "NAME=W")):
         with pytest.raises(BadInput, match=words):
             corpora(["wiki=a"], [weight])
