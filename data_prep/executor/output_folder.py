@@ -105,7 +105,8 @@ def opened(
         except BadInput:
             clear(output)
             with contextlib.suppress(OSError, ValueError):  # the mistake is what the user has to know
-                for name in sorted(storage.list_objects(url) if url else (), key=ACCOUNT.__eq__):  # the account last
+                found = storage.list_objects(url) if url else {}
+                for name in sorted(found, key=ACCOUNT.__eq__):  # the account last
                     storage.remove(storage.join(url, name))
             if work.exists():
                 log.warning(f"{work}: keeps the unpacked text for the corrected command")
