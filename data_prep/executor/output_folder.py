@@ -81,8 +81,7 @@ def opened(
     """
     created, work = not output.exists(), output / WORK
     with _locked(output, shared=part):
-        if not overwrite and _is_done(output, account):
-            _refuse_skipped(output, on_error)
+        if _is_built(output, account, overwrite, on_error, url):
             if work.exists() and not part:  # the process that completed the build was killed while deleting it
                 _remove_work(work)
             yield None
@@ -141,6 +140,21 @@ def _locked(output: Path, shared: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _is_built(output: Path, account: dict[str, Any], overwrite: bool, on_error: str, url: str) -> bool:
+    """Whether nothing is to be built: the dataset is complete, with `overwrite` one of the same command whose upload to `url` was
+    interrupted. Raises BadInput for another one without `overwrite`."""
+    if overwrite and not url:
+        return False
+    try:
+        if done := _is_done(output, account):
+            _refuse_skipped(output, on_error)
+    except BadInput:
+        if overwrite:
+            return False
+        raise
+    return done
 
 
 def _is_done(output: Path, account: dict[str, Any]) -> bool:

@@ -139,6 +139,15 @@ def test_folder_killed_while_clearing_is_recognised(call, part, tmp_path, monkey
         assert left == ({"build.json", "lock"} if part else {"build.json"})
 
 
+def test_overwriting_goes_on_with_an_upload(tmp_path):
+    with opened(tmp_path, ACCOUNT):
+        finish(tmp_path, ACCOUNT)
+        (tmp_path / "report.json").write_text("{}")
+    for account, is_uploaded in ((ACCOUNT, True), (OTHER, False)):
+        with opened(tmp_path, account, overwrite=True, url="s3://texts/out") as work:
+            assert (work is None) == is_uploaded
+
+
 def test_overwriting_goes_on_with_what_it_began(tmp_path):
     """A job that is requeued gives `--overwrite` again each time."""
     with opened(tmp_path, OTHER):
