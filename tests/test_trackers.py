@@ -70,6 +70,9 @@ def test_mlflow_has_one_run_over_a_restart(tmp_path, monkeypatch):
     samples = {file.path for file in client.list_artifacts(number, "samples")}
     assert samples == {"samples/00000010.json", "samples/00000021.json"}
     assert client.get_experiment(found.info.experiment_id).name == "mine"
+    Sinks(tmp_path / "mini", config('log.to=["mlflow=other"]'), 21).close()
+    other = client.get_run(json.loads((tmp_path / "mini/sinks.json").read_text())["mlflow"])
+    assert client.get_experiment(other.info.experiment_id).name == "other"
 
 
 @needs("mlflow")

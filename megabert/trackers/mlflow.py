@@ -42,7 +42,7 @@ class MLflow(Sink):
         try:
             self._client = mlflow.MlflowClient(place)
             number = self._experiment(project)
-            self._run = self._known_run(known_id(folder, "mlflow", resume_step))
+            self._run = self._known_run(known_id(folder, "mlflow", resume_step), number)
             if not self._run:
                 self._run = self._client.create_run(number, run_name=folder.resolve().name).info.run_id
                 settings = flat(config.model_dump()).items()
@@ -63,10 +63,12 @@ class MLflow(Sink):
                 experiment = self._client.get_experiment_by_name(project)
         return str(experiment.experiment_id)
 
-    def _known_run(self, known: str) -> str:
-        """The run to go on with; "" if there is none, or none any more: `mlruns` is not in a run's mirror."""
+    def _known_run(self, known: str, experiment: str) -> str:
+        """The run of this experiment to go on with; "" if there is none, or none any more: `mlruns` is not in a run's mirror."""
         if known:
             try:
+                if self._client.get_run(known).info.experiment_id != experiment:
+                    return ""
                 self._client.update_run(known, status="RUNNING")
             except self._errors.MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
