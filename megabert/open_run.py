@@ -164,10 +164,9 @@ def resolve_config(config: Config, datasets: Sequence[AnyDataset]) -> Config:
     for phase, dataset in zip(list_phases(config), datasets, strict=True):
         check_data_fits(phase.config, dataset.manifest)
     for name, value in (("eval.patience", config.eval.patience), ("eval.pairs", config.eval.pairs)):
-        if value and members(datasets[0])[0].held_out_path is None:
-            raise ValueError(
-                f"{name}={value}: {config.data.path} has no held-out split; build it with --held-out SHARE"
-            )
+        first = members(datasets[0])[0]
+        if value and first.held_out_path is None:
+            raise ValueError(f"{name}={value}: {first.place} has no held-out split; build it with --held-out SHARE")
     return replace(config, "model.vocab_size", datasets[0].manifest.vocab_size)
 
 

@@ -179,6 +179,9 @@ def test_patience_needs_a_held_out_split(tmp_path, capsys):
     assert f"eval.patience=2: {plain} has no held-out split" in said
     said = refusal(capsys, main, "--config", "tiny", "--data", plain, "--run", tmp_path / "run", *SMALL, "eval.pairs=x")
     assert f"eval.pairs=x: {plain} has no held-out split" in said
+    phases = f'phases=[{{share = 0.5, data.path = "{plain}"}}, {{share = 0.5}}]'
+    said = refusal(capsys, main, "--config", "tiny", "--data", DATA, "--run", tmp_path / "run", *SMALL, *TEN, phases)
+    assert f"eval.patience=2: {plain} has no held-out split" in said
     data = shutil.copytree(DATA, tmp_path / "data")
     shutil.rmtree(data / "held_out")
     assert main(["--config", "tiny", "--data", str(data), "--run", str(tmp_path / "run"), *SMALL]) == 2

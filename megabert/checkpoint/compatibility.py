@@ -133,7 +133,7 @@ def refuse_other_tokenizer(config: Config, state: Mapping[str, Any], manifest: D
     """Raises ValueError unless the data has the tokenizer of the checkpoint `init_from`, whose state is `state`."""
     if state["tokenizer"] == manifest.tokenizer["sha256"]:
         return
-    source, data = Path(config.init_from), config.data.path
+    source, data = Path(config.init_from), list_phases(config)[0].config.data.path
     run = source if (source / "checkpoints").is_dir() else source.resolve().parents[1]
     file = next((str(run / name) for name in TOKENIZER_FILES if (run / name).is_file()), "")
     size = state["config"]["model"]["vocab_size"]
