@@ -292,6 +292,7 @@ class Trainer:
             self.save_due = True
         elif state.since_best == patience:
             log.info(f"{state.out_of_patience}; {self.run_dir / BEST} is step {state.best_step:,}")
+            check_finite(metrics, state.step, self.schedule.limit)
 
     def roll_back(self, spike: PendingUpdate) -> None:
         """Resume from the newest checkpoint before `spike`, skipping the data up to and including it (PaLM, Chowdhery et al. 2022,

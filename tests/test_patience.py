@@ -171,6 +171,10 @@ def test_a_run_that_ends_with_no_loss_has_failed(world, tmp_path):
     trainer.close()
     assert logged(tmp_path, "eval/mlm_loss")[10] == "nan"
     assert load_weights(tmp_path)[1]["step"] == 9
+    trainer = opened(world, tmp_path / "patient", {0: 4.0, 2: math.nan, 4: math.nan})
+    with pytest.raises(BadTraining, match=r"step 4, eval.patience=2: the held-out loss is nan"):
+        trainer.train()
+    trainer.close()
 
 
 def test_patience_needs_a_held_out_split(tmp_path, capsys):
