@@ -139,7 +139,8 @@ class Trainer:
                 self.evaluate_if_time_allows()
                 if self.schedule.limit and not logged:  # out of patience
                     self.write_log_line(lr)
-            if not self.stopping and self.save_due and not self.state.bad:
+            best = self.state.best_step == self.state.step  # whose weights are good
+            if not self.stopping and self.save_due and (best or not self.state.bad):
                 self.save()
             elif not self.stopping and self.copies is not None and self.copies.due(self.state.step):
                 self.copies.take(self.engine, self.checkpoint_state(), self.checkpoints.in_flight)
