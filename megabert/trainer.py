@@ -7,7 +7,6 @@ same order and the same decisions, which depend only on a `Sync` that was reduce
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -274,10 +273,10 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate, and write the metrics to the sinks. A collective."""
-        state, patience, started = self.state, self.config.eval.patience, time.perf_counter()
+        state, patience, started = self.state, self.config.eval.patience, self.watchdog.clock()
         metrics = self.workload.evaluate(state.step, self.watchdog.progress)
         state.evaluation_owed = False
-        state.evaluation_seconds = max(state.evaluation_seconds, time.perf_counter() - started)
+        state.evaluation_seconds = max(state.evaluation_seconds, self.watchdog.clock() - started)
         self.save_due |= self.checkpoints.saved_step == state.step  # was saved without the evaluation
         if not metrics:
             return
@@ -330,6 +329,10 @@ class Trainer:
         """Continue from the state of a checkpoint."""
         saved = drop_incomparable_losses(saved, self.config)
         self.schedule.state = state = TrainState.of(saved)
+        here = {**self.provenance, "world_size": self.world.size}
+        alike = all(saved.get(name) == here.get(name) for name in ("machine", "threads", "world_size"))
+        if not alike or saved["config"]["eval"] != self.config.eval.model_dump():
+            state.evaluation_seconds = 0.0  # of other hardware or rows
         if state.best_step >= 0:
             state.forget_missing_best(on_main(self.world, self.checkpoints.steps))
         self.row_digest, self.last_report = RowDigest(saved["row_digest"]), None

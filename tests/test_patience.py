@@ -104,6 +104,32 @@ def test_a_stop_comes_before_the_last_evaluation(world, tmp_path):
     again.close()
 
 
+def test_hardware_and_rows_decide_how_long_an_evaluation_takes(world, tmp_path):
+    """The longest one of others, for which no time limit has time, postpones none."""
+    trainer = opened(world, tmp_path, LOSSES, stop=3)
+    trainer.state.evaluation_seconds = 1e4
+    assert trainer.train()
+    trainer.close()
+    for settings, step in (((), 4), (("eval.rows=7",), 8)):
+        trainer = opened(world, tmp_path, LOSSES, *settings, left=lambda: 100.0)
+        assert trainer.train() == (step == 8) and trainer.state.step == step
+        trainer.close()
+
+
+def test_the_best_checkpoint_is_saved_at_an_update_that_was_not_applied(world, tmp_path):
+    trainer = opened(world, tmp_path, LOSSES)
+    train_update, weights = trainer.engine.train_update, trainer.engine._weights
+
+    def failing(update, *rest):
+        trainer.engine._weights = weights * (math.nan if update.step == 3 else 1.0)
+        return train_update(update, *rest)
+
+    trainer.engine.train_update = failing
+    assert trainer.train() and trainer.state.skipped == 1 and trainer.state.best_step == 4
+    trainer.close()
+    assert hf.load(tmp_path / "best").step == 4
+
+
 def test_the_best_checkpoint_stays_until_a_better_one(world, tmp_path):
     trained(world, tmp_path, LOSSES, stop=5)
     trainer = opened(world, tmp_path, LOSSES, "checkpoint.interval=1")
