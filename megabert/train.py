@@ -185,14 +185,14 @@ def open_trainer(args: argparse.Namespace, session: Session, started: float) -> 
 
 def ending(trainer: Trainer, args: argparse.Namespace) -> str:
     """The last message of a run: its held-out loss, where it is saved, and commands that use it."""
-    step, run = trainer.state.step, shlex.quote(args.run)
-    saved = f"saved at step {step:,} in {args.run}"
+    step, folder = trainer.state.step, str(Path(args.run))  # without a slash at its end
+    run, saved = shlex.quote(folder), f"saved at step {step:,} in {folder}"
     if not trainer.schedule.limit:
         return f"--stop-after reached: {saved}; the same command without it resumes"
     metrics = trainer.last_eval
     best, loss = run, ""
     if trainer.state.best_step >= 0:
-        best = shlex.quote(f"{args.run}/{BEST}")
+        best = shlex.quote(f"{folder}/{BEST}")
         loss = f"lowest held-out loss {trainer.state.best_loss:.4f} at step {trainer.state.best_step:,} ({best}); "
     elif metrics:
         loss = f"held-out loss {metrics['eval/mlm_loss']:.4f}, accuracy {metrics['eval/mlm_accuracy']:.2%}; "

@@ -82,7 +82,7 @@ def finished(folder, monkeypatch):
         config=SimpleNamespace(data=SimpleNamespace(path=str(folder / "data"))),
         schedule=SimpleNamespace(complete=True, limit="schedule.total_steps=9"),
     )
-    print(train.ending(trainer, Namespace(run=str(folder / "run"))))
+    print(train.ending(trainer, Namespace(run=f"{folder}/run/")))
     return [folder / "run/best", folder / "data", folder / "run-sst2", folder / "run-hf"]
 
 
