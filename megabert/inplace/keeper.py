@@ -183,12 +183,13 @@ class Keeper:
         )
 
     def report(self, folder: Path) -> None:
-        """Copy the rank's exit code to a launch script's folder, with the hosts that were lost."""
+        """Copy the rank's exit code to a launch script's folder, with the hosts that were lost; FAILED after a second signal, at which
+        nothing was saved."""
         if self.exits.is_dir() and not self._last:
             shutil.copytree(self.exits, folder, dirs_exist_ok=True)
-        if self.lost:  # not the name under which this process leaves its own code, which would replace the file
-            lines = "".join(f"failed={host}\n" for host in self.lost)
-            (folder / f"{socket.gethostname()}-{os.getpid()}-lost").write_text(lines)
+        lines = [f"failed={host}\n" for host in self.lost or ()] + [f"{FAILED}\n"] * (self.forced_exit_code is not None)
+        if lines:  # not the name under which this process leaves its own code, which would replace the file
+            (folder / f"{socket.gethostname()}-{os.getpid()}-lost").write_text("".join(lines))
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int]:
         """A child that waits for its environment, and the pipe to write that to. Signals from a terminal reach it only through

@@ -205,7 +205,9 @@ os._exit(85)"""
 
 
 def test_second_signal_ends_a_waiting_keeper_at_once(tmp_path: Path) -> None:
-    started = keepers(tmp_path, f"{END}; os._exit(4)", 0, 1)
+    """To a launch script it is a failure."""
+    (tmp_path / "exits").mkdir()
+    started = keepers(tmp_path, f"{END}; os._exit(4)", 0, 1, MEGABERT_EXIT_DIR=str(tmp_path / "exits"))
     starts(tmp_path, 2)
     started[1].send_signal(signal.SIGSTOP)
     (tmp_path / "end").touch()
@@ -214,6 +216,7 @@ def test_second_signal_ends_a_waiting_keeper_at_once(tmp_path: Path) -> None:
         started[0].terminate()
     assert started[0].wait(15) == 128 + signal.SIGTERM
     started[1].kill()
+    assert sorted(path.read_text() for path in (tmp_path / "exits").iterdir()) == ["143\n", "4\n"]
 
 
 def test_folders_of_killed_keepers_are_removed(tmp_path: Path) -> None:
