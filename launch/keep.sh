@@ -50,6 +50,7 @@ ranks() { # ranks PID VARIABLES
 # shellcheck disable=SC2317
 forward_signal() { # to the command itself if it has no ranks here: it is one process, or its ranks are on other hosts
   local pids
+  : >"$exits/stop" || true # in MEGABERT_EXIT_DIR, for phases.sh: ranks that have finished end with 0
   pids=$(ranks "$2" "$set_here")
   if [ -z "$pids" ] && [ -n "$set_here" ]; then pids=$(ranks "$2" ''); fi
   # shellcheck disable=SC2086 # a list

@@ -29,4 +29,6 @@ phase() { # NUMBER PRESET LENGTH [override…]
 }
 
 phase 1 "$PHASE1" 128 "$@"
-if [ -n "$PHASE2" ]; then phase 2 "$PHASE2" 512 "init_from=$runs/phase1" "$@"; fi
+if [ -z "$PHASE2" ]; then exit; fi
+if [ -e "${MEGABERT_EXIT_DIR-}/stop" ]; then exit 85; fi # requested while the ranks of phase 1 ended
+phase 2 "$PHASE2" 512 "init_from=$runs/phase1" "$@"

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import time
 import venv
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,16 @@ def test_a_stop_between_the_phases_starts_no_phase(tmp_path: Path) -> None:
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BASH_FUNC_wait%%": '() { builtin wait "$@"; kill -USR2 $$; }'}
     done = subprocess.run([ROOT / "launch/phases.sh", "--run", tmp_path], env=os.environ | env, timeout=60)
     assert done.returncode == 85 and (tmp_path / "starts").read_text() == "\n"
+
+
+def test_a_stop_while_the_first_phase_ends_starts_no_phase(tmp_path: Path) -> None:
+    rank = f'echo >>{tmp_path}/starts; trap "echo 0 >$MEGABERT_EXIT_DIR/0; exit" USR2; while sleep 0.05; do :; done'
+    programs.write(tmp_path / "torchrun", f"#!/bin/sh\nLOCAL_RANK=0 sh -c '{rank}'\n")
+    pod = Pod(objects("jobset")["JobSet"], 0, tmp_path, 29500, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    wait_until((tmp_path / "starts").exists)
+    time.sleep(0.2)
+    pod.process.send_signal(signal.SIGTERM)
+    assert pod.wait(60) == 85 and (tmp_path / "starts").read_text() == "\n", pod.output
 
 
 @pytest.mark.slow
