@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megabert.checkpoint.format import MANIFEST, DamagedCheckpoint, parse_manifest, read_manifest
 from megabert.checkpoint.run_lock import call_before_release, serialize, this_process, wait_for_end
@@ -155,8 +156,7 @@ class Mirror:
         """Raises ValueError if the first checkpoint of the run there is not that of the run here."""
         here, there = self.run_dir / "checkpoints" / chain.FILE, f"checkpoints/{chain.FILE}"
         if here.is_file() and there in files:
-            texts = here.read_bytes(), storage.read(storage.join(self.url, there))
-            ours, theirs = (text.partition(b"\n")[0] for text in texts)
+            ours, theirs = map(_beginning, (here.read_bytes(), storage.read(storage.join(self.url, there))))
             if ours and theirs and ours != theirs:
                 raise ValueError(
                     f"checkpoint.mirror={self.url}: holds a different run than {self.run_dir}; set another URL"
@@ -187,6 +187,7 @@ class Mirror:
         """Rename a downloaded checkpoint to its final name, and delete the one that it replaces."""
         final = self.run_dir / "checkpoints" / step
         replaced = final.with_name(f"{REPLACED}{step}")
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a kill below
         replace_folder(self._temporary(step), final, replaced)
         sync(final.parent)
         if replaced.exists():
@@ -312,6 +313,16 @@ class Mirror:
         inside = [name for name in files if name.startswith(f"checkpoints/{step}/")]
         for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
             storage.remove(storage.join(self.url, name))
+
+
+def _beginning(text: bytes) -> Any:
+    """Step and weights of the first checkpoint in a chain, whose entry changes where it is saved again after its evaluation."""
+    line = text.partition(b"\n")[0]
+    try:
+        entry = json.loads(line)
+        return entry["step"], entry["weights"]
+    except (ValueError, KeyError, TypeError):  # damaged, or empty
+        return line
 
 
 class MirrorLock:

@@ -262,6 +262,16 @@ def test_another_run_is_refused(proxy: Proxy, tmp_path: Path) -> None:
         opened(url, tmp_path / "other")
 
 
+def test_a_first_checkpoint_that_is_saved_again_is_of_the_same_run(proxy: Proxy, tmp_path: Path) -> None:
+    """As after its evaluation, by a job that was killed before the upload."""
+    run, entry = tmp_path / "run", '{"step": 5, "weights": "a", "checkpoint": "%d"}\n'
+    made = opened("s3://runs/again", run, 5)
+    (run / "checkpoints/chain.jsonl").write_text(entry % 1)
+    made.upload()
+    (run / "checkpoints/chain.jsonl").write_text(entry % 2)
+    Mirror(made.settings, run).restore()
+
+
 def test_a_start_without_a_checkpoint_is_no_run(proxy: Proxy, tmp_path: Path) -> None:
     """It was killed while it uploaded its first one; the next machine started again, and is restarted."""
     url = "s3://runs/left"
@@ -365,6 +375,8 @@ def test_a_download_that_was_interrupted_is_completed(proxy: Proxy, tmp_path: Pa
         with pytest.raises(Failed):
             Mirror(made.settings, here).restore()
         proxy.fault = lambda *_: PASS
+        for left in (".replaced-step-00000005", "step-00000005"):  # by a kill after the best one was put in place again
+            checkpoint(here, 5).rename(here / "checkpoints" / left)
         progress = list[str]()
         Mirror(made.settings, here, lambda files=progress: files.append("")).restore()
         assert len(progress) >= 5  # two checkpoints of a file each, logs, chain, pointer
