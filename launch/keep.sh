@@ -38,7 +38,8 @@ done
 # shellcheck disable=SC2317 # called by a trap
 ranks() { # ranks PID VARIABLES
   local child
-  for child in $(pgrep -P "$1" || true); do
+  # images without procps have no pgrep
+  for child in $(pgrep -P "$1" 2>/dev/null || cat "/proc/$1"/task/*/children 2>/dev/null || true); do
     if tr '\0' '\n' <"/proc/$child/environ" 2>/dev/null | grep -E "^($of_rank)=" | grep -qvE "^($2)="; then
       echo "$child"
     else

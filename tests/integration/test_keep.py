@@ -131,14 +131,17 @@ def test_a_stop_that_could_not_save_ends_with_its_code(rank, code, tmp_path) -> 
     end(process, code)
 
 
-@pytest.mark.parametrize("inherited", ["OMPI_COMM_WORLD_RANK", "PMI_RANK"])
-def test_a_launcher_that_inherits_a_rank_is_not_signalled(inherited, tmp_path) -> None:
-    """As where `srun` starts keep.sh on each node: at USR2 the launcher would end, and leave its ranks training."""
+@pytest.mark.parametrize(
+    "env", [{"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_RANK": "0"}, {"BASH_FUNC_pgrep%%": "() { return 127; }"}], ids=str
+)
+def test_a_launcher_with_ranks_is_not_signalled(env, tmp_path) -> None:
+    """Where it inherits a rank, as if `srun` starts keep.sh on each node, or without pgrep: at USR2 the launcher would end, and leave
+    its ranks training."""
     rank = f'trap "echo 85 >$MEGABERT_EXIT_DIR/0; touch {tmp_path}/saved; exit 85" USR2; touch {tmp_path}/ready'
     rank += f"; while [ -d {tmp_path} ]; do sleep 0.05; done"
     # as deepspeed's, of two processes
     (tmp_path / "inner.sh").write_text(f"LOCAL_RANK=0 sh -c '{rank}' & wait $!; exit 1")
-    process = start("sh", "-c", f"sh {tmp_path}/inner.sh; exit 1", "sham", "--run", tmp_path, **{inherited: "0"})
+    process = start("sh", "-c", f"sh {tmp_path}/inner.sh; exit 1", "sham", "--run", tmp_path, **env)
     wait_until((tmp_path / "ready").exists)
     process.send_signal(signal.SIGTERM)
     end(process, 85)
