@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megabert.common.storage import is_url
+from megabert.common.storage import glob_folder, is_url
 
 VOCAB_MULTIPLE = 128  # the embedding is padded to a multiple of it, so that matrix products have aligned shapes
 MOST_LAYERS = 10_000
@@ -403,6 +403,8 @@ class CheckpointConfig(Section):
     def contradictions(self) -> Iterator[str]:
         if self.mirror and not is_url(self.mirror):
             yield f"checkpoint.mirror={self.mirror} is not a URL; give one, such as s3://BUCKET/RUN"
+        elif self.mirror and glob_folder(self.mirror):  # its list would be that of a pattern
+            yield f"checkpoint.mirror={self.mirror} has a wildcard (*, ? or [); name another URL"
 
 
 class EvalConfig(Section):
