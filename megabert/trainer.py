@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megabert.agreement import REQUESTED, UNREAD, SentReport, Sync
-from megabert.checkpoint import Checkpoints, drop_incomparable_losses, ends_early
+from megabert.checkpoint import Checkpoints, drop_incomparable, ends_early
 from megabert.common import logs
 from megabert.common.errors import FAILED, BadTraining
 from megabert.common.logs import log
@@ -138,8 +138,7 @@ class Trainer:
                 self.evaluate_if_time_allows()
                 if self.schedule.limit and not logged:  # out of patience
                     self.write_log_line(lr)
-            best = self.state.best_step == self.state.step  # whose weights are good
-            if not self.stopping and self.save_due and (best or not self.state.bad):
+            if not self.stopping and self.save_due and (not self.state.bad or self.state.best_step == self.state.step):
                 self.save()
             elif not self.stopping and self.copies is not None and self.copies.due(self.state.step):
                 self.copies.take(self.engine, self.checkpoint_state(), self.checkpoints.in_flight)
@@ -284,15 +283,13 @@ class Trainer:
         reached = {"step": state.step, "time/train_seconds": round(state.seconds, 3), "data/tokens": state.tokens}
         self.sinks.write(reached | metrics)
         self.sinks.show(state.step, self.workload.samples)
-        check_finite(metrics, state.step, self.schedule.limit)
         self.world.barrier()  # rank 0 wrote to the sinks alone: keep that out of the other ranks' training time
-        if not patience or len(state.phase_starts) < len(self.schedule.phases):
-            return
-        if state.improved(self.world.broadcast(metrics["eval/mlm_loss"])):
-            self.save_due = True
-        elif state.since_best == patience:
-            log.info(f"{state.out_of_patience}; {self.run_dir / BEST} is step {state.best_step:,}")
-            check_finite(metrics, state.step, self.schedule.limit)
+        if patience and len(state.phase_starts) >= len(self.schedule.phases):
+            if state.improved(self.world.broadcast(metrics["eval/mlm_loss"])):
+                self.save_due = True
+            elif state.since_best == patience and state.best_step >= 0:
+                log.info(f"{state.out_of_patience}; {self.run_dir / BEST} is step {state.best_step:,}")
+        check_finite(metrics, state.step, self.schedule.limit)
 
     def roll_back(self, spike: PendingUpdate) -> None:
         """Resume from the newest checkpoint before `spike`, skipping the data up to and including it (PaLM, Chowdhery et al. 2022,
@@ -327,12 +324,8 @@ class Trainer:
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
-        saved = drop_incomparable_losses(saved, self.config)
+        saved = drop_incomparable(saved, self.config, {**self.provenance, "world_size": self.world.size})
         self.schedule.state = state = TrainState.of(saved)
-        here = {**self.provenance, "world_size": self.world.size}
-        alike = all(saved.get(name) == here.get(name) for name in ("machine", "threads", "world_size"))
-        if not alike or saved["config"]["eval"] != self.config.eval.model_dump():
-            state.evaluation_seconds = 0.0  # of other hardware or rows
         if state.best_step >= 0:
             state.forget_missing_best(on_main(self.world, self.checkpoints.steps))
         self.row_digest, self.last_report = RowDigest(saved["row_digest"]), None

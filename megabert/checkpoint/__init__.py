@@ -24,7 +24,7 @@ from megabert.checkpoint.compatibility import (
     check_compatible,
     check_not_finished,
     cursor_after,
-    drop_incomparable_losses,
+    drop_incomparable,
     ends_early,
     flatten_settings,
     log_changes,

@@ -86,11 +86,14 @@ def ends_early(saved: Mapping[str, Any], config: Config) -> bool:
     return not was and bool(limit_reached(config.schedule, *used))
 
 
-def drop_incomparable_losses(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """A checkpoint's state without the losses that are not comparable under `config`: the spike policy's, if masking,
+def drop_incomparable(saved: Mapping[str, Any], config: Config, here: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's state without what is not comparable under `config` on the hardware `here`: the spike policy's losses, if masking,
     model or teacher changed; the best held-out loss, if the held-out rows or their masking changed, or without
-    `eval.patience`, which alone looks for it."""
+    `eval.patience`, which alone looks for it; the time of the longest evaluation."""
     state, old = dict(saved), Config.model_validate(saved["config"])
+    hardware = ("machine", "threads", "world_size")
+    if old.eval != config.eval or any(saved.get(name) != here.get(name) for name in hardware):
+        state["evaluation_seconds"] = 0.0
     number = len(saved.get("phase_starts", [0])) - 1
     phases = (list_phases(each)[number].config for each in (old, config))
     was, now = ((phase.data.masking, phase.distill, phase.model) for phase in phases)

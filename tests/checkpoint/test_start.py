@@ -15,7 +15,7 @@ import torch
 from megabert.checkpoint import (
     Checkpoints,
     check_compatible,
-    drop_incomparable_losses,
+    drop_incomparable,
     format,
     load_weights,
     log_changes,
@@ -115,7 +115,7 @@ def test_losses_that_do_not_compare_are_forgotten() -> None:
     changes |= {"eval.rate": (0.3, {"masked": [2.0]}, -1), "optimizer.lr": (1e-5, {"masked": [2.0]}, 4)}
     changes["eval.patience"] = (0, {"masked": [2.0]}, -1)
     for key, (value, losses, best) in changes.items():
-        found = drop_incomparable_losses(state, replace(config, key, value))
+        found = drop_incomparable(state, replace(config, key, value), {})
         assert (found["losses_by_objective"], found["best_step"]) == (losses, best), key
 
 
