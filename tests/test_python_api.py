@@ -189,6 +189,8 @@ def test_objects_describe_themselves(tmp_path):
     assert dir(megabert) == sorted(["__version__", *megabert.__all__])
     dataset = megabert.Dataset(DATA)
     assert repr(dataset).endswith(f": {dataset.rows:,} rows of 64, {dataset.manifest.vocab_size:,} tokens)")
+    dataset.place = "https://me:secret@host/data"
+    assert "secret" not in repr(dataset)
     model = megabert.load(runs.make(tmp_path))
     size = model.pretrained.config.model
     assert f"step 0: bert, {size.layers} layers of {size.hidden}" in repr(model)

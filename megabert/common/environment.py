@@ -43,7 +43,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "webdataset", "sentencepiece",
 def output(command: Sequence[str], otherwise: str = "") -> str:
     """A command's standard output, run in the clone's folder; `otherwise` if it is not installed, fails or takes 20 s."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return otherwise
     return done.stdout.rstrip() if done.returncode == 0 else otherwise

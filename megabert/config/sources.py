@@ -130,7 +130,7 @@ def read_toml(name: str, folder: Path, option: str, kind: str) -> tuple[Path, di
         hint = nearest(Path(name).stem, names)
         raise ValueError(f"{option} {name}: no such {kind} or file; {folder.name}: {', '.join(names)}{hint}")
     try:
-        return path, tomllib.loads(path.read_text(encoding="utf-8"))
+        return path, tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 (byte {error.start}); TOML is, so save it as that") from None
     except tomllib.TOMLDecodeError as error:

@@ -171,6 +171,8 @@ def test_a_file_in_another_encoding_is_named(tmp_path) -> None:
     bad.write_bytes("[model]  # für Köln".encode("latin-1"))
     with pytest.raises(ValueError, match=r"bad\.toml: is not UTF-8 \(byte 12\)"):
         c.load(str(bad))
+    bad.write_text("seed = 5", encoding="utf-8-sig")  # as some editors save UTF-8
+    assert c.load(str(bad)).seed == 5
 
 
 def test_overrides_win_over_the_file(tmp_path) -> None:

@@ -142,7 +142,7 @@ class Dataset:
         return self.rows
 
     def __repr__(self) -> str:
-        return f"Dataset({self.place!r}: {self.rows:,} rows of {self.manifest.seq_len}, {self.manifest.vocab_size:,} tokens)"
+        return f"Dataset({storage.public(self.place)!r}: {self.rows:,} rows of {self.manifest.seq_len}, {self.manifest.vocab_size:,} tokens)"
 
     def __getitem__(self, row_id: int | slice) -> Any:
         """The row, counted from the end if negative, or a list of rows, as of `__getitems__`. Raises TypeError for anything else."""
