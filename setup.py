@@ -27,6 +27,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+WRAPPERS = ("ccache", "sccache", "distcc")  # of a compiler in CXX
 OBJECTS = ROOT / "build" / "native"  # kept between installs, so that an edit recompiles one file
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020B000000000000"  # stable ABI of torch 2.11
 CUDA_HINT = "; MEGABERT_CUDA=0 leaves the CUDA part out"
@@ -132,7 +133,8 @@ class BuildNative(build_ext):
         cxx = shlex.split(os.environ.get("CXX") or ("c++" if shutil.which("c++") else "g++"))
         if shutil.which(cxx[0]) is None:
             sys.exit(f"error: no C++ compiler ({cxx[0]}): apt-get install g++, or set CXX")
-        nvcc, host = find_nvcc(), ["-ccbin", cxx[0]] if os.environ.get("CXX") else []
+        compiler = next((word for word in cxx if Path(word).name not in WRAPPERS), cxx[0])
+        nvcc, host = find_nvcc(), ["-ccbin", compiler] if os.environ.get("CXX") else []
         arch = gencode(os.environ.get("TORCH_CUDA_ARCH_LIST") or architectures(nvcc)) if nvcc and cuda else []
 
         def compile_one(source: str) -> Path:

@@ -266,7 +266,8 @@ def test_nvcc_compiles_and_links_by_the_compiler_that_cxx_names(tmp_path) -> Non
     script = f'#!/bin/sh\ncase "$*" in --list*) echo compute_90;; {made} *) exit 1;; esac\n'
     programs.write(tmp_path / "bin/nvcc", script)
     cxx = shutil.which("c++") or shutil.which("g++") or ""
-    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CXX": cxx, "MEGABERT_CUDA": "1"}
+    programs.write(tmp_path / "bin/ccache", '#!/bin/sh\nexec "$@"\n')
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CXX": f"ccache {cxx}", "MEGABERT_CUDA": "1"}
     done = build(folder, "setup.py", "build_ext", "--inplace", **env)
     assert "error: linking _native.abi3.so failed (exit 1)" in done.stderr
     commands = re.findall(r"^  \S+/bin/nvcc -ccbin (\S+) (?:-O3|-shared) ", done.stdout, re.M)
