@@ -45,8 +45,12 @@ def value_sources(source: str, overrides: Sequence[str]) -> dict[str, str]:
         own = _read_config(source)
     where, own_keys = f"preset {source}" if path.parent == PRESETS else f"file {path}", flat(own)
     tables = {"data.mix": where} if own.get("data", {}).get("mix") else {}
-    given = dict.fromkeys(own_keys, where) | tables | dict.fromkeys(flatten_overrides(overrides), "command line")
-    return (value_sources(base, ()) if base else {}) | given
+    sources = (value_sources(base, ()) if base else {}) | dict.fromkeys(own_keys, where) | tables
+    for key in flatten_overrides(overrides):
+        whole = re.sub(r"^(phases|data\.mix)\..*", r"\1", key)
+        before = sources.get(whole, "").removesuffix("command line").removesuffix(" and ")
+        sources[whole] = f"{before} and command line" if whole != key and before else "command line"
+    return sources
 
 
 def flatten_overrides(overrides: Iterable[str]) -> dict[str, Any]:

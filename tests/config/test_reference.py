@@ -36,6 +36,9 @@ def test_sources_name_preset_file_and_command_line(tmp_path) -> None:
     found = configuration.value_sources("mini_modern", ["schedule.total_steps=7", "model.layers=3"])
     assert found["schedule.total_steps"] == found["model.layers"] == "command line"
     assert found["model.hidden"] == "preset mini_modern" and "log.wandb" not in found
+    parts = [f"{key}=0.5" for key in ("phases.1.share", "phases.2.share", "data.mix.a", "data.mix.b")]
+    found_parts = configuration.value_sources("tiny_phases", parts)
+    assert [found_parts["phases"], found_parts["data.mix"]] == ["preset tiny_phases and command line", "command line"]
     (tmp_path / "own.toml").write_text('data.mix = {"data/books" = 0.3}\n')
     assert configuration.value_sources(str(tmp_path / "own.toml"), [])["data.mix"] == f"file {tmp_path / 'own.toml'}"
     config = configuration.load("mini_modern", ["schedule.total_steps=7"])
