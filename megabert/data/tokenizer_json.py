@@ -110,7 +110,7 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
 def load(path: Path, data: bytes) -> FastTokenizer:
     """The tokenizer of a tokenizer.json or a vocab.json with merges.txt, with the tokens that the files beside it add."""
     tree, merges = parse_object(data, path), path.with_name(MERGES)
-    if "model" not in tree and merges.is_file():
+    if not isinstance(tree.get("model"), dict) and merges.is_file():  # RoBERTa's vocabulary has the word "model"
         data = _of_merges(path, merges)
     else:
         parts = {"normalizer": bert_normalizer(tree, path), "pre_tokenizer": _byte_level(tree, path)}

@@ -36,6 +36,7 @@ def add(folder: Path, layout: str) -> int:
         (folder / "vocab.txt").unlink()
         tree = json.loads(fast_tokenizers.write(folder / "tokenizer.json").read_text())
         (folder / "tokenizer.json").unlink()
+        tree["model"]["vocab"]["model"] = len(tree["model"]["vocab"])  # a word of RoBERTa's
         write_json(folder / "vocab.json", tree["model"]["vocab"])
         (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in tree["model"]["merges"]))
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "RobertaTokenizer"})
