@@ -279,7 +279,7 @@ class Tokenizer:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
-        """As `encode_texts`, of words without a space before them, as in texts without spaces."""
+        """As `encode_texts`, for a tokenizer.json as `encode_batch`, of words without a space before them, as in texts without spaces."""
         return self.encode_texts(words)
 
     def is_of(self, sha256: str) -> bool:

@@ -361,7 +361,7 @@ class FastTokenizer(Tokenizer):
         return [_token_to_bytes(token, raw) for token, raw in zip(self.tokens, self._raw, strict=True)]
 
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
-        encoded = self.encode_texts(words)
+        encoded = self.encode_batch(words)
         if self.continuation:
             return encoded
         return [without_space(self, ids, lambda i: self.processor.token_to_id(self._raw[i][1:])) for ids in encoded]

@@ -18,6 +18,7 @@ import numpy as np
 
 from megabert.common.logs import log
 from megabert.data import tokenizer_files
+from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.files import Example, QuestionExample, SentenceExample, TextExample
 from megabert.finetune.offsets import encode_with_offsets, stand_together
@@ -291,7 +292,9 @@ def _one_by_one(
     words: Sequence[str], places: Sequence[tuple[int, int]], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """(int32 [n], int64 [n, 2]) of words each for itself: ids, and the characters of the whole word."""
-    after_space, inside = tokenizer.encode_words(words), tokenizer.encode_inside(words)
+    # a tokenizer.json cleans by itself
+    cleaned = words if tokenizer.kind == "tokenizers" else [prepared(word, tokenizer.form) for word in words]
+    after_space, inside = tokenizer.encode_words(cleaned), tokenizer.encode_inside(cleaned)
     joined = [
         stand_together(before, word) or (tokenizer.spaced and not before) for before, word in pairwise(("", *words))
     ]

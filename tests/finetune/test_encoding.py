@@ -19,6 +19,7 @@ from megabert.finetune.encoding import (
     MAX_QUESTION,
     TaskEncoding,
     TaskItem,
+    _one_by_one,
     collect_labels,
     count_truncated,
     describe_labels,
@@ -327,6 +328,13 @@ def test_odd_texts_are_read_in_their_windows(kind: str, tmp_path: Path) -> None:
         assert all(len(item.ids) <= 12 and item.positions.max() < len(item.ids) - 1 for item in items)
         read = [item.positions if item.words is None else item.words for item in items]
         assert sum(map(len, read)) == sum(len(example.words) for example in examples)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "uncased"])
+def test_words_that_are_encoded_one_by_one_are_cleaned(kind: str, tmp_path: Path) -> None:
+    found, words = tokenizers.make(tmp_path, kind), ("the\u200b", "fo\u00adx", "cafe\u0301")
+    ids, _ = _one_by_one(words, [(0, 1), (1, 2), (2, 3)], found)
+    assert ids.tolist() == [i for word in found.encode_texts(words) for i in word]
 
 
 def test_saved_models_know_if_they_tag_every_token(tmp_path: Path) -> None:
