@@ -427,7 +427,9 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     tree = read_json(path)
     model = tree.get("model")
     model = model if isinstance(model, dict) else {}
-    if model.get("type") != "WordPiece" or added_tokens_beside(path) or renamed_beside(path):
+    # text of which BERT's cleaning drops nothing, unlike that of a vocab.txt
+    kept = isinstance(tree.get("normalizer"), dict) and tree["normalizer"].get("clean_text") is False
+    if model.get("type") != "WordPiece" or kept or added_tokens_beside(path) or renamed_beside(path):
         return Tokenizer.load(path)
     tree["normalizer"] = bert_normalizer(tree, path)
     expected = {f"model.{name}": (model.get(name), want) for name, want in WORDPIECE.items()}

@@ -114,6 +114,13 @@ def test_a_tokenizer_json_that_splits_otherwise_is_refused(tmp_path: Path) -> No
     tree["pre_tokenizer"] = {"type": "BertPreTokenizer"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     assert read.read_tokenizer(tmp_path).vocab_size == 6
+    bert = {"clean_text": False, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
+    kept = tree | {
+        "normalizer": tree["normalizer"] | bert,
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(kept))
+    assert read.read_tokenizer(tmp_path).encode_batch(["a\u200c", "a"]) == [[1], [5]]
     for part, kind in (("normalizer", "Lowercase"), ("normalizer", None), ("pre_tokenizer", "Whitespace")):
         (tmp_path / "tokenizer.json").write_text(json.dumps(tree | {part: kind and {"type": kind}}))
         with pytest.raises(ValueError, match=f"tokenizer.json: {part} is {kind!r}, only 'Bert"):
