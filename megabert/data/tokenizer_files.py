@@ -285,11 +285,11 @@ def _cleaning(form: Form, first: str = " ") -> list[Any]:
 
     marks, closing, longer = escaped(GLUED), escaped(CLOSING), rf"(?=\S{{{MAX_SLICE + 1}}})"
     rules = [
-        normalizers.Replace(Regex(rf"\A(?:{INVISIBLE.pattern})+"), first),
         normalizers.Replace(Regex(CONTROLS.pattern), " "),
         normalizers.Replace(Regex(rf"[{marks}]+[{closing}]*\K(?=[^\s{marks}{closing}])"), " "),
         normalizers.Replace(Regex(SPACES.pattern), " "),
         normalizers.Replace(Regex(rf"{longer}(?:\S{{1,{MAX_SLICE}}}{BORDER}|\S{{{MAX_SLICE}}})\K"), " "),
+        normalizers.Replace(Regex(rf"\A(?:{INVISIBLE.pattern})+"), first),
         normalizers.Replace(Regex(INVISIBLE.pattern), ""),
     ]
     if form == "NFKC":
