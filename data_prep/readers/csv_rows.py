@@ -15,6 +15,7 @@ from data_prep.readers import streams
 from data_prep.readers.decompress import SUFFIXES
 from data_prep.readers.lines import line_runs
 from data_prep.readers.streams import NULL, Stream
+from megabert.common import storage
 from megabert.common.tables import field_names, join
 
 # names of TSV files, also packed ones
@@ -38,7 +39,7 @@ def split_csv(stream: Stream) -> Iterator[tuple[int, str]]:
     """
     csv.field_size_limit(streams.MAX_DOCUMENT)
     problems, lines = stream.problems, _lines(stream)
-    is_tsv = bool(TSV_NAME.search(stream.path))
+    is_tsv = bool(TSV_NAME.search(storage.public(stream.path.rpartition(": ")[2])))
     quoting: Quoting = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
     first = list(islice(lines, FIRST_LINES))
     columns, width, delimiter, number = _columns(first, stream, "\t" if is_tsv else DELIMITERS, quoting)

@@ -7,8 +7,12 @@ from functools import partial
 
 import pytest
 
+from data_prep.common.errors import Problems
+from data_prep.common.records import ReadOptions
 from data_prep.readers import archives, decompress
+from data_prep.readers.csv_rows import split_csv
 from data_prep.readers.documents import ABOUT_MEMBER, HIDDEN_MEMBER
+from data_prep.readers.streams import Stream
 from megabert.common.errors import Failed
 from tests.helpers.prep_reading import PACK, archive, read_all, refuse, write
 
@@ -150,6 +154,12 @@ COLUMNS = b'\xef\xbb\xbftitle;body;n\r\nOne;"Text; of one";1\r\n\r\nTwo;;2\r\n'
 )
 def test_columns_and_names_of_members(name, content, field, texts, tmp_path):
     assert read_all([write(tmp_path / name, content)], text_field=field)[0] == texts
+
+
+@pytest.mark.parametrize("path", ["https://x.org/a.tsv?key=1", "https://x.org/a.zip?key=1: a.tsv"])
+def test_a_tsv_with_a_query_in_its_address_has_no_quoting(path):
+    stream = Stream(path, iter([QUOTES]), ReadOptions(), Problems("stop"))
+    assert [text for _, text in split_csv(stream)] == ['"To be, or not," he said.', '"One more', "Last."]
 
 
 def test_an_invalid_byte_costs_one_csv_record(tmp_path):
