@@ -27,7 +27,7 @@ from data_prep.common.records import AUTO, Corpus, FileRange, RangeList, ReadOpt
 from data_prep.readers import archives, decompress, files
 from data_prep.readers.archives import DamagedArchive
 from data_prep.readers.decompress import PLAIN_CHUNK
-from data_prep.readers.detection import detect, identify
+from data_prep.readers.detection import BOM, detect, identify
 from data_prep.readers.lines import CLOSERS, HEADING_LINE, SENTENCE_END, with_line_feeds
 from data_prep.text.clean import BLANK_LINES
 from megabert.common import storage
@@ -144,7 +144,7 @@ def decide(samples: Sequence[TextSample]) -> str:
 
 def _layout(sample: TextSample) -> tuple[str, float]:
     """(what the text of one file looks like, its blocks, or its lines if there are no blank lines between them)."""
-    head = with_line_feeds(sample.head, sample.head)
+    head = with_line_feeds(sample.head, sample.head).removeprefix(BOM)
     texts = BLANK_LINES.split(head.decode(errors="replace").replace("\r", "").strip())
     if not sample.whole and len(texts) > 1:
         texts.pop()  # it may be cut anywhere

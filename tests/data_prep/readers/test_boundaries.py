@@ -30,7 +30,7 @@ KINDS = {
         *(CHINESE * 9, URDU * 9, WEB * 80, (PARAGRAPHS + SENTENCES + WEB) * 30, "Title\nA text.\n\n" * 99),
     ],
     "line": ["".join(map(documents_of, range(400))), "一句。又一句。\n" * 40],
-    "heading": ["".join(map(HEADED.format, range(30))), " \n" + HEADED],
+    "heading": ["".join(map(HEADED.format, range(30))), " \n" + HEADED, "\ufeff" + HEADED],
     "file": [
         *(WRAPPED * 9, WRAPPED.replace("\n\n", "\n") * 99, PARAGRAPHS * 99, VERSE * 40, DIALOGUE * 60, SENTENCES * 2),
         *("A file of a sentence a line.\n" * 900, documents_of("one") * 19, ""),
