@@ -20,12 +20,18 @@ from megabert.data.tokenizer import Tokenizer
 
 
 def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-    """`tokenizer_files.encode` of each text, and the places of its tokens, as the exported tokenizer has them."""
+    """`tokenizer_files.encode` of each text, and the places of its tokens, as the exported tokenizer has them, but for the space
+    before a token."""
     library = tokenizer_files.exported(tokenizer)
     if library is None:
         return encode_by_sentencepiece(tokenizer, texts)
     encoded = library.encode_batch(list(texts), add_special_tokens=False)
-    return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
+    found = []
+    for text, one in zip(texts, encoded, strict=True):
+        offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
+        bare = without_blanks(text, offsets.copy(), False)
+        found.append((one.ids, np.where(bare[:, :1] < bare[:, 1:], bare, offsets)))
+    return found
 
 
 def encode_by_sentencepiece(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
@@ -93,19 +99,20 @@ def _composable() -> re.Pattern[str]:
     return re.compile(f".[{''.join(map(chr, joins))}]*", re.DOTALL)
 
 
-def without_blanks(text: str, offsets: np.ndarray) -> np.ndarray:
-    """`offsets` with each start moved past blanks, which SentencePiece includes in the token after them."""
-    blank = _blank()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
+def without_blanks(text: str, offsets: np.ndarray, formats: bool = True) -> np.ndarray:
+    """`offsets` with each start moved past blanks, which SentencePiece and some tokenizers include in the token after them; `formats`:
+    as of `_blank`."""
+    blank = _blank(formats)[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
     solid = np.append(np.flatnonzero(~blank), len(text))
     offsets[:, 0] = np.minimum(solid[np.searchsorted(solid, offsets[:, 0])], offsets[:, 1])
     return offsets
 
 
 @functools.cache
-def _blank() -> np.ndarray:
-    """bool [all code points]: whether it is a separator, control or format character of Unicode."""
-    kinds = {"Zs", "Zl", "Zp", "Cc", "Cf"}
-    return np.array([unicodedata.category(chr(c)) in kinds for c in range(sys.maxunicode + 1)])
+def _blank(formats: bool) -> np.ndarray:
+    """bool [all code points]: whether it is a space, with `formats` any separator, control or format character of Unicode."""
+    kinds = ("Zs", "Zl", "Zp", "Cc", "Cf") if formats else ()
+    return np.array([chr(c).isspace() or unicodedata.category(chr(c)) in kinds for c in range(sys.maxunicode + 1)])
 
 
 def find_words(text: str) -> list[tuple[int, int]]:
