@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from data_prep.common.errors import UNREADABLE
 from data_prep.common.records import UNPACK, RangeList, ReadTask
 from data_prep.executor import output_folder
 from data_prep.executor.journal import Stages
@@ -33,7 +34,9 @@ def run(stages: Stages, job: BuildJob, tasks: list[ReadTask]) -> tuple[list[Item
     Returns the results of reading, and for each row length the held-out part, if any, and then the training part of its dataset.
     """
     documents = read.run(stages, job, tasks)
-    stages.consume(UNPACK)
+    # a resume reads tasks with unreadable files again, which may have unpacked text, too
+    if UNREADABLE not in total(documents).problems:
+        stages.consume(UNPACK)
     kept = dedup.run(stages, job, tasks, documents)
     if job.options.save_text:
         texts.run(stages, job, kept)

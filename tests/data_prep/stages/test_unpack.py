@@ -145,6 +145,29 @@ def test_changed_file_beside_text_deleted_after_reading(topics, run, tmp_path, m
     assert run("out", folder)[1] == run("fresh", folder)[1]
 
 
+def test_unpacked_text_beside_an_unreadable_file_is_kept(topics, run, tmp_path, monkeypatch):
+    """A build that resumes reads their task again. Root may read everything, so the refusal is made."""
+    monkeypatch.setattr(journal, "SWEEP_BYTES", 1)
+    folder = tmp_path / "in"
+    write(folder / "a.txt", b"Short.")
+    write(folder / "b.jsonl.gz", PACK["gz"](make("jsonl", topics)))
+
+    def forbid(path, *rest, real=os.open, **more):
+        if os.path.basename(path) == "a.txt":
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *rest, **more)
+
+    def fail(stages, *rest):
+        stages.flush()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(os, "open", forbid)
+        patched.setattr(building.pipeline.dedup, "run", fail)
+        run("out", folder, on_error="skip")
+    assert run("out", folder, on_error="skip")[1] == run("fresh", folder)[1]
+
+
 def test_spools_of_another_input_are_removed(job, topics, tmp_path):
     names = []
     for i in (0, 1):
