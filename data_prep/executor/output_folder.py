@@ -316,14 +316,17 @@ def prepare_url(
     BadInput for another build without `overwrite`, for `sources` there, for objects that no build wrote, which `publish` would
     delete, and while another process of this machine builds or uploads there.
     """
-    found = storage.list_objects(url)
+    found, folder = storage.list_objects(url), local_folder(url)
     changed = "without its account" if found else ""
     if ACCOUNT in found:
         place = storage.join(url, ACCOUNT)
         written = storage.read(place)
         changed = _changes(written, place, account)
         unfinished = not any(os.path.basename(name) == MANIFEST for name in found)
-        overwrite = overwrite or (unfinished and not _changes(written, place, account, but=(FILES,)))
+        # as in a folder: a build that this machine began and that has no results gives way to other options
+        without_results = len(found) == 1 and (folder / WORK / ACCOUNT).exists() and not _has_results(folder / WORK)
+        same_options = unfinished and not _changes(written, place, account, but=(FILES,))
+        overwrite = overwrite or without_results or same_options
     places = folders(Path(), account["options"]["seq_len"]).values()
     if not changed and all((place / MANIFEST).as_posix() in found for place in places):
         if not overwrite:
@@ -335,7 +338,6 @@ def prepare_url(
         raise BadInput(f"--output {url}: holds {foreign[0]}, which no build wrote; name another URL")
     if changed and not overwrite:
         raise BadInput(f"--output {url}: holds a build with other options or code ({changed}); --overwrite replaces it")
-    folder = local_folder(url)
     with _locked(folder) if folder.exists() else contextlib.nullcontext():
         # a dataset's manifest before that of its held-out part; the account is replaced last
         order = sorted(found.keys() - {ACCOUNT}, key=lambda name: (os.path.basename(name) != MANIFEST, len(name)))

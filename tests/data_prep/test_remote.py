@@ -212,6 +212,7 @@ def test_a_mistake_leaves_nothing_in_a_bucket(topics, proxy, options, tmp_path) 
     path.write_text(records(topics), encoding="utf-8")
     assert "--vocab-size: 900000 is too large" in error_of(build(path, url, code=2, vocab_size=900_000, **options))
     assert storage.find(f"{url}/") == []
+    assert "no field 'body'" in error_of(build(path, url, code=2, text_field="body", **given | options))
     build(path, url, **given | options)
     assert list(verify(url)) == []
 
