@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     ranges = _list_input(plan, problems)
     account = describe_input(plan, ranges)
     if plan.url and not output_folder.prepare_url(plan.url, account, overwrite, plan.on_error, _sources(plan, ranges)):
-        shutil.rmtree(plan.folder, ignore_errors=True)  # of a build that was killed while it removed this
+        output_folder.remove_uploaded(plan.folder)  # of a build that was killed while it removed this
         return None
     sources = _sources(plan, ranges)
     with output_folder.opened(plan.folder, account, overwrite, sources, False, plan.on_error, plan.url) as work:

@@ -366,12 +366,20 @@ def upload(url: str, folder: Path, progress: bool) -> None:
     there = {name: each.size for name, each in storage.list_objects(url).items()}
     last = sorted((name for name in files if os.path.basename(name) == MANIFEST), key=len, reverse=True)
     missing = [name for name, path in files.items() if there.get(name) != path.stat().st_size or path.suffix != ".tar"]
-    size = sum(files[name].stat().st_size for name in missing)
+    sizes = {name: files[name].stat().st_size for name in missing}
+    size = sum(sizes.values())
     with tqdm(total=size, unit="B", unit_scale=True, desc="upload", disable=None if progress else True) as bar:
         for name in [name for name in missing if name not in last] + last:
             storage.put(files[name], storage.join(url, name))
-            bar.update(files[name].stat().st_size)
+            bar.update(sizes[name])
     for name in there.keys() - files.keys():
         storage.remove(storage.join(url, name))
-    shutil.rmtree(folder, ignore_errors=True)  # also by a process that finds the dataset complete
+    remove_uploaded(folder)  # also by a process that finds the dataset complete
     log.info(f"{url}: {len(files)} files, the manifest last")
+
+
+def remove_uploaded(folder: Path) -> None:
+    """Delete a folder, its manifests first and its account last: what a kill leaves of it is not a complete dataset."""
+    with contextlib.suppress(OSError):
+        clear(folder)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -148,6 +148,24 @@ def test_overwriting_goes_on_with_an_upload(tmp_path):
             assert (work is None) == is_uploaded
 
 
+@pytest.mark.parametrize("removed", range(4))
+def test_what_a_kill_leaves_of_an_uploaded_folder_is_not_uploaded_again(removed, tmp_path, monkeypatch):
+    left = iter(range(removed))
+
+    def unlink(path, *rest, real=Path.unlink, **more):
+        if next(left, None) is None:
+            raise Killed
+        real(path, *rest, **more)
+
+    write_all(tmp_path, dict.fromkeys(("report.json", "shard-000000.tar"), "{}"))
+    finish(tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Path, "unlink", unlink)
+        output_folder.remove_uploaded(tmp_path)
+    with opened(tmp_path, ACCOUNT, overwrite=True, url="s3://texts/out") as work:
+        assert (work is None) == (not removed)
+
+
 def test_overwriting_goes_on_with_what_it_began(tmp_path):
     """A job that is requeued gives `--overwrite` again each time."""
     with opened(tmp_path, OTHER):
