@@ -12,7 +12,7 @@ from data_prep.common.errors import UNREADABLE
 from data_prep.common.records import UNPACK, RangeList, ReadTask
 from data_prep.executor import output_folder
 from data_prep.executor.journal import Stages
-from data_prep.executor.work_files import BuildJob, ItemResult, total
+from data_prep.executor.work_files import BuildJob, ItemResult, TooLittleText, total
 from data_prep.readers.tasks import group
 from data_prep.stages import dedup, passages, read, sequences, shuffle, texts, train_tokenizer, unpack, write
 from data_prep.stages.write import WrittenSplit
@@ -24,6 +24,8 @@ def prepare(
 ) -> tuple[BuildJob, list[ReadTask]]:
     """The stages before reading. Returns the job with its tokenizer, and the tasks of reading."""
     tasks = group(unpack.run(stages, job, ranges))
+    if not tasks:
+        raise TooLittleText("--input: no text is left of the files that were unpacked")
     tokenizer = train_tokenizer.run(stages, job, tasks, given)
     return replace(job, tokenizer=str(tokenizer.path), tokenizer_sha256=tokenizer.sha256), tasks
 

@@ -16,7 +16,7 @@ from data_prep.executor import journal, output_folder
 from data_prep.executor.output_folder import SPOOLS, remove_others
 from data_prep.executor.pool import Pool
 from data_prep.options import BuildOptions
-from data_prep.readers import decompress, tasks
+from data_prep.readers import decompress, documents, tasks
 from data_prep.stages.unpack import PackedFile, unpack
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers.prep_reading import PACK, contents, write
@@ -104,6 +104,14 @@ def test_damage_in_a_large_file(name, policy, topics, run, tmp_path):
         assert summary["problems"]["damaged or truncated file"] == 1 and lost["files"] == [str(path)]
         assert 0 < lost["bytes"] <= len(packed) + 10 + tasks.RANGE_BYTES
         assert 60 <= summary["read"]["documents"] < 120
+
+
+def test_nothing_is_left_of_a_file_that_changes(topics, run, tmp_path, monkeypatch):
+    """Such as a single one that is still being copied, under --on-error skip."""
+    path = write(tmp_path / "a.gz", PACK["gz"](make("wiki", topics)))
+    monkeypatch.setattr(documents, "_change", lambda part: f"{part.path}: changed")
+    with pytest.raises(BadInput, match=r"no text is left .*: damaged or truncated file 1 \(.*a\.gz\)"):
+        run("out", path, on_error="skip")
 
 
 def test_corrected_option_reuses_unpacked_text(topics, run, tmp_path, monkeypatch):
