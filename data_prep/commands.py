@@ -125,6 +125,8 @@ def _build(args: argparse.Namespace) -> int:
     url = args.output if storage.is_url(args.output) else ""
     if url and part:
         raise BadInput(f"--part: its jobs share a folder, and --output {url} is a URL; name a folder, and upload it")
+    if url and storage.glob_folder(url):  # its list would be that of a pattern
+        raise BadInput(f"--output {url}: has a wildcard (*, ? or [); name another URL")
     folder = output_folder.local_folder(url) if url else Path(args.output)
     plan = BuildPlan(given, folder, options, _tokenizer(args), args.on_error, url)
     use_ray = args.executor == "ray" and pool.launched_ranks() <= 1

@@ -216,6 +216,7 @@ MISTAKES = {
     "prep build --input nowhere --output x": "--input nowhere: no such file or folder",
     "prep build --input empty --output x": "--input empty: no text there ",
     "prep build --input text.txt --output text.txt": "--output text.txt: is a file; name a folder",
+    "prep build --input text.txt --output s3://texts/a[1]": "--output s3://texts/a[1]: has a wildcard (*, ? or [)",
     BUILD + "--tokenizer nowhere": "nowhere: tokenizer file not found",
     BUILD + "--tokenizer empty": "empty: is a folder; name the tokenizer file in it",
     BUILD + "--seq-len 1": "--seq-len: must lie in 8..8192, is 1",
