@@ -171,6 +171,8 @@ def corpora(inputs: list[str], weights: list[str]) -> list[Corpus]:
             raise BadInput(f"--weight {item}: give NAME=W with W above 0 and at most 100")
         if named[1] not in paths:
             raise BadInput(f"--weight {item}: no corpus of that name; --input names {', '.join(paths)}")
+        if named[1] in factors:
+            raise BadInput(f"--weight {item}: the corpus has another weight before; name it once")
         factors[named[1]] = float(named[2])
     return [Corpus(name, tuple(items), factors.get(name, 1.0)) for name, items in paths.items()]
 

@@ -225,6 +225,7 @@ MISTAKES = {
     BUILD + "--part 3": "--part 3: give K/N with K from 1 to N",
     BUILD + "--part 3/2": "--part 3/2: give K/N with K from 1 to N",
     BUILD + "--part 1/2 --overwrite": "--part: excludes --overwrite and --json",
+    BUILD + "--weight input=2 input=3": "--weight input=3: the corpus has another weight before",
     BUILD + "--json nowhere/x": "--json nowhere/x: its folder does not exist; ",
     BUILD + "--json empty": "--json empty: is a folder, or in --output, ",
     BUILD + "--near-words 4": "--near-words: is of --dedup near, which is not given",
