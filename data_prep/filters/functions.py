@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from data_prep.common.errors import BadInput
+from data_prep.common.errors import BadInput, refuse_failure
 
 SPELLED = re.compile(r"(.+\.py):(\w+)")
 
@@ -41,12 +41,16 @@ class FilterFunction:
         _load(self)
 
     def objection(self, text: str, metadata: Mapping[str, Any]) -> str:
-        """Why a document is dropped; "" if it is kept. Raises BadInput naming function and document for an exception in it."""
+        """Why a document is dropped; "" if it is kept. Raises BadInput naming function and document for an exception in it, but not for
+        a lack of memory or a disk that fails, after which the same command resumes."""
         try:
             verdict = _load(self)(text, dict(metadata))
             if not isinstance(verdict, bool | str):
                 raise TypeError(f"returned {verdict!r:.40}, must return True, False or a reason")
+        except MemoryError:
+            raise
         except (Exception, SystemExit) as error:
+            refuse_failure(error, self.path)
             raise self._mistake(error, f"{metadata['source']}: document at {metadata['document']}: ") from error
         if isinstance(verdict, str):
             return f"{self.name}: {verdict}"

@@ -77,6 +77,10 @@ def test_mistakes_of_a_function_are_named(filters):
         FilterFunction(str(exits), "keep").objection("text", NAMED)
     with pytest.raises(BadInput, match=r"exits\.py:gone: SystemExit: no"):
         FilterFunction(str(write(exits, "raise SystemExit('no')")), "gone").check()
+    for failure in ("OSError(28, 'No space left on device')", "MemoryError()"):
+        fails = write(filters.with_name(f"{failure[:5]}.py"), f"def keep(text):\n    raise {failure}\n")
+        with pytest.raises((OSError, MemoryError)):  # no mistake, which would end the build for good
+            FilterFunction(str(fails), "keep").objection("text", NAMED)
 
 
 def test_training_shows_functions_what_reading_does(filters, tmp_path):
