@@ -97,7 +97,7 @@ class LoadedModel:
 
         from megabert.model import evaluating
 
-        self.pretrained.refuse_without_mlm_head()
+        self._refuse_without_mlm_head()
         config, ids = self.pretrained.config, texts if isinstance(texts, torch.Tensor) else self.tokenizer(texts)
         if ids.ndim != 2 or not ids.shape[1] or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -121,9 +121,17 @@ class LoadedModel:
         from megabert.commands.fill import Filler
         from megabert.data.tokenizer import list_texts
 
+        self._refuse_without_mlm_head()
         filler = Filler(self.pretrained, self.model)
         filled = [filler.fill(one, top) for one in list_texts(text)]
         return filled[0] if isinstance(text, str) else filled
+
+    def _refuse_without_mlm_head(self) -> None:
+        """As of `pretrained`, whose new head is trained if its weights have changed in memory."""
+        try:
+            self.pretrained.refuse_without_mlm_head()
+        except ValueError:
+            self._read_weights().refuse_without_mlm_head()
 
     def _read_weights(self) -> Pretrained:
         """Give `pretrained` the weights that `model` has now; returns it. Raises ValueError for NaN or infinite ones."""

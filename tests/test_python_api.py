@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -176,6 +177,16 @@ def test_predictions_have_no_dropout_and_leave_the_mode(trained):
     assert trained.model(trained.tokenizer(TEXT)).ne(want).any() and trained.logits(TEXT).equal(want)
     one, two = trained.fill([TEXT, "she [MASK] sea [MASK]"], top=2)
     assert trained.model.training and one == trained.fill(TEXT, top=2) and [len(words) for words in two] == [2, 2]
+
+
+@pytest.mark.parametrize("use", ["fill", "logits"])
+def test_a_new_head_predicts_once_it_is_trained_in_memory(use, tmp_path):
+    model = megabert.load(runs.make(tmp_path))
+    model.pretrained = replace(model.pretrained, initialised=("masked-LM head",))
+    with pytest.raises(ValueError, match="has no masked-LM head"):
+        getattr(model, use)(TEXT)
+    model.model.mlm.weight.data += 0.1
+    assert len(getattr(model, use)(TEXT)) == 1
 
 
 def test_the_tokenizers_own_mask_is_filled(tmp_path):
