@@ -16,8 +16,8 @@ from megabert.common.logs import log
 from megabert.data.shards import MANIFEST, Dataset
 from megabert.data.shards.remote import TOKENIZER_CONFIG
 
-# shards of a commit
-COMMIT = 100
+# most shards of a commit, and bytes: of a URL they are in the cache (100 GiB) together until they are uploaded
+COMMIT, BYTES = 100, 32 << 30
 CARD = """---
 tags:
 - megabert
@@ -51,8 +51,9 @@ def push(source: str, name: str, private: bool) -> None:
     there = repository.listing()
     missing = [path for path, (_, shard) in wanted.items() if there.get(path) != shard.sha256]
     obsolete = [path for at in parts if (path := f"{at}{MANIFEST}") in there] if missing else []
-    for first in range(0, len(missing), COMMIT):
-        paths = missing[first : first + COMMIT]
+    count = max(1, min(COMMIT, BYTES // max(shard.bytes for _, shard in wanted.values())))
+    for first in range(0, len(missing), count):
+        paths = missing[first : first + count]
         shards = {path: wanted[path][0].shard_path(wanted[path][1]) for path in paths}
         repository.push(shards, f"Shards {first + 1} to {first + len(paths)} of {len(missing)}", removed=obsolete)
         obsolete = []

@@ -102,11 +102,13 @@ def test_datasets_of_several_row_lengths_are_folders(model_hub: Hub, tmp_path: P
     assert list(verify(f"{URL}/seq64")) == []
 
 
-def test_a_dataset_of_a_bucket_is_pushed(model_hub: Hub, proxy: object, tmp_path: Path) -> None:
+def test_a_dataset_of_a_bucket_is_pushed(model_hub: Hub, proxy: object, monkeypatch) -> None:
     for path in sorted(DATA.rglob("*.*")):
         storage.put(path, f"s3://shelf/golden/{path.relative_to(DATA).as_posix()}")
+    monkeypatch.setattr(pushing, "BYTES", 1)  # a cache without room for two shards
     assert push("s3://shelf/golden") == 0
     assert pushed(model_hub) == contents(DATA)
+    assert [message for _, message in model_hub.commits][::4] == ["Shards 1 to 1 of 4", "Manifest"]
 
 
 def test_what_cannot_be_pushed_is_one_line(model_hub: Hub, tmp_path: Path, monkeypatch, capsys) -> None:
