@@ -89,9 +89,13 @@ def download_folder(url: str, weights: bool = True) -> Path:
                 for name, each in files.items():
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     checked = Path(name).suffix in WEIGHT_SUFFIXES  # a run's checkpoints have checksums
-                    before = storage.stat(each.url) if checked else None
-                    storage.fetch(each.url, temporary / name)
-                    if checked and storage.stat(each.url) != before:
+                    try:
+                        before = storage.stat(each.url) if checked else None
+                        storage.fetch(each.url, temporary / name)
+                        after = storage.stat(each.url) if checked else None
+                    except FileNotFoundError as error:  # by a run that trains
+                        raise Failed(f"{error.filename}: was removed while it was copied; start again") from None
+                    if after != before:
                         raise ValueError(f"{each.url}: changed while it was copied; wait until it is complete")
         os.utime(folder)
         for older in of_url.iterdir():
@@ -115,13 +119,16 @@ def weights_in(folder: Path, names: Sequence[str] = WEIGHT_FILES) -> list[Path]:
 
 def download(name: str) -> Path:
     """The folder of a repository's files in the hub's cache. Raises as `model_folder`."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import HfApi, errors, snapshot_download
 
     missing = f"{name}: no such folder, and the hub"
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
         if not weights_in(folder, WEIGHT_FILES[:1]):
             folder = Path(snapshot_download(name, allow_patterns=[*FILES, WEIGHT_FILES[1], "pytorch_model-*.bin"]))
+        if not weights_in(folder):
+            HfApi().model_info(name)  # without the hub the library returns what its cache has, as a tokenizer's files
+            raise ValueError(f"{missing} has no {' and no '.join(WEIGHT_FILES)} of that name")
         return folder
     except errors.LocalEntryNotFoundError as error:
         why = f" ({storage.first_line(error.__cause__)})" if error.__cause__ else ""

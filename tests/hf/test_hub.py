@@ -94,6 +94,34 @@ def test_weights_that_change_while_they_are_copied_are_refused(proxy: Proxy, mon
     assert (download_folder("s3://shelf/changing") / "model.safetensors").read_bytes() == b"new!"
 
 
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_class_4(proxy: Proxy) -> None:
+    step = "s3://shelf/training/checkpoints/step-00000001"
+    for name in ("manifest.json", "weights.safetensors"):
+        storage.write(f"{step}/{name}", b"{}")
+
+    def remove(method: str, path: str, number: int) -> str:
+        if method == "GET" and path.endswith("manifest.json"):
+            proxy.fault = lambda *_: PASS
+            storage.remove(f"{step}/weights.safetensors")
+        return PASS
+
+    proxy.fault = remove
+    with pytest.raises(Failed, match=f"^{step}/weights.safetensors: was removed while it was copied"):
+        download_folder("s3://shelf/training")
+
+
+def test_a_hub_model_without_weights_is_named(model_hub) -> None:
+    """Also where the cache has its tokenizer alone, and the hub, which has the weights, cannot be reached."""
+    model_hub.add("models/a/flax", PUBLIC, {"config.json": b"{}", "flax_model.msgpack": b"weights"})
+    model_hub.add("models/a/b", PUBLIC, {"vocab.txt": b"[PAD]", "model.safetensors": b"weights"})
+    with pytest.raises(ValueError, match=r"^a/flax: .* the hub has no model\.safetensors and no pytorch_model\.bin"):
+        model_folder("a/flax")
+    huggingface_hub.hf_hub_download("a/b", "vocab.txt")
+    model_hub.close()
+    with pytest.raises(Failed, match=r"^a/b: no such folder, and the hub cannot be reached"):
+        model_folder("a/b")
+
+
 def test_offline_mode_is_refused_at_once(model_hub, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"^hf://datasets/a/texts/x\.txt: refused .*offline mode is enabled"):
