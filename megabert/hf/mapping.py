@@ -103,7 +103,11 @@ def _theta(tree: Tree, where: str, kind: str, old: str, usual: float) -> float:
     """Base of the rotary positions, of the layers of a `kind` where theirs have several; `old`: the field in releases before 5."""
     given = tree.get("rope_parameters") or {}
     rope = (given.get(kind) or {} if kind else given) if isinstance(given, dict) else None
-    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default" or tree.get("rope_scaling"):
+    if (
+        not isinstance(rope, dict)
+        or rope.get("rope_type", rope.get("type", "default")) != "default"
+        or tree.get("rope_scaling")
+    ):
         raise ValueError(f"{where}: rope_parameters: only rotary positions without scaling are supported")
     value = rope.get("rope_theta", tree.get(old, usual))
     return float(read_value({"rope_theta": value}, "rope_theta", where, usual, (int, float)))

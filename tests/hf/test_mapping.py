@@ -109,6 +109,7 @@ def test_configs_of_the_first_releases_are_read() -> None:
     (NOMIC, {"head_dim": {}}, "head_dim must be a number, is {}"),
     (NOMIC, {"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads"),
     (NOMIC, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
+    (NOMIC, {"rope_parameters": {"type": "yarn"}}, "rope_parameters: only rotary positions without scaling"),
     (NOMIC, {"hidden_size": None}, "hidden_size must be a number, is None"),
 ])  # fmt: skip
 def test_unsupported_configs_are_refused_by_field(shape: dict[str, Any], change: dict[str, Any], message: str) -> None:
