@@ -145,6 +145,8 @@ def push(args: argparse.Namespace, write_folder: Callable[[argparse.Namespace, P
     repository = Repository(args.push, args.private)
     for source in sources:
         newest = source == sources[-1]
+        if not newest and not source.exists():
+            continue  # the run is training, and has removed it since
         branches = [f"step-{int(source.name.removeprefix('step-'))}"] if args.revisions else []
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary, "model")

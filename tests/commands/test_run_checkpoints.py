@@ -168,6 +168,18 @@ def test_each_checkpoint_is_a_revision_pushed_once(run: Path, model_hub: Hub, tm
     assert out.count("has the same files already") == 4 and "pushed" not in out
 
 
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_no_revision(run: Path, model_hub: Hub, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run", symlinks=True)
+
+    def remove(method: str, path: str) -> None:
+        if "/commit/" in path:
+            shutil.rmtree(tmp_path / "run/checkpoints/step-00000002", ignore_errors=True)
+
+    model_hub.fault = remove
+    assert push(tmp_path / "run", "--revisions") == 0
+    assert [branch for branch, _ in model_hub.commits] == ["step-1", "step-3", "main"]
+
+
 @pytest.mark.parametrize("at", ["branch", "large", "commit"])
 def test_a_killed_push_is_completed_by_another(at: str, run: Path, model_hub: Hub, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "megabert", "export", "--model", run, "--push", "some/bert", "--revisions"]
