@@ -72,7 +72,7 @@ def keep(run_dir: Path) -> int:
     finally:
         if keeper.lost is None:
             os.environ.pop("MEGABERT_EXIT_DIR", None)  # the other keepers report to the launch script
-        elif exits := os.environ.get("MEGABERT_EXIT_DIR"):
+        elif os.path.isdir(exits := os.environ.get("MEGABERT_EXIT_DIR", "")):  # not after the launch script's attempt
             keeper.report(Path(exits))
         shutil.rmtree(folder, ignore_errors=True)  # a copy may be arriving
         os.close(lock)

@@ -205,9 +205,11 @@ os._exit(85)"""
 
 
 def test_second_signal_ends_a_waiting_keeper_at_once(tmp_path: Path) -> None:
-    """To a launch script it is a failure."""
+    """To a launch script it is a failure; to the next attempt, which has removed the folder, it is nothing."""
     (tmp_path / "exits").mkdir()
     started = keepers(tmp_path, f"{END}; os._exit(4)", 0, 1, MEGABERT_EXIT_DIR=str(tmp_path / "exits"))
+    (orphan,) = keepers(tmp_path / "orphan", "os._exit(85)", 0, MEGABERT_EXIT_DIR=str(tmp_path / "gone"))
+    assert orphan.wait(30) == REQUEUE and not (tmp_path / "gone").exists()
     starts(tmp_path, 2)
     started[1].send_signal(signal.SIGSTOP)
     (tmp_path / "end").touch()
