@@ -53,7 +53,7 @@ class Repository:
             except RuntimeError as error:  # around the error of a file's upload in a thread
                 raise error.__cause__ or Failed(f"{self.name}: {error}") from None
 
-        return storage.request(self.name, ask)
+        return storage.request(self.name, ask, writes=True)  # a commit takes minutes
 
     def push(
         self, files: Mapping[str, Path | bytes], message: str, branch: str = MAIN, removed: Iterable[str] = ()
