@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megabert.common.arguments import Parser
 from megabert.common.environment import cores
-from megabert.common.errors import FAILED, BadTraining, Failed, command
+from megabert.common.errors import FAILED, OK, BadTraining, Failed, command, interrupted
 from megabert.common.run_files import METRICS, json_lines
 
 # the folder that is replaced without a question, and the file in another that quickstart made
@@ -121,7 +121,7 @@ def quickstart(args: argparse.Namespace) -> None:
 
 
 @command
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     text = "text; pydoc is the English documentation on this machine"
@@ -142,4 +142,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(
             f"schedule.total_steps={config.schedule.total_steps}: give --steps, which is also when to stop"
         )
-    quickstart(args)
+    try:
+        quickstart(args)
+        return OK
+    except KeyboardInterrupt:
+        return interrupted("the same command begins again")
