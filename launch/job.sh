@@ -245,7 +245,7 @@ run_or_restart() {
     say "scontrol cannot requeue this job: it ends with 85, which RequeueExit=85 in slurm.conf requeues; otherwise submit it again"
     # Before a time limit this shell gets USR2, in a preemption no signal. SLURM requeues a preempted job only if it has to end it,
     # not if the job exits.
-    if [ -z "$stopping" ]; then sleep "$HOLD" & wait $!; fi
+    rest "$HOLD"
   fi
   exit 85
 }

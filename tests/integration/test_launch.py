@@ -121,6 +121,12 @@ def test_a_signal_between_phases_starts_no_phase(modules, starts, dataset, tmp_p
     assert done.stdout.count("srun: ") == starts and "ended with 85: requeued" in done.stdout, done.stdout
 
 
+def test_a_signal_while_slurm_may_requeue_it_ends_with_85(dataset, tmp_path) -> None:
+    runs = '(sleep 3; kill -USR2 $PPID) & echo 4 >"$MEGABERT_EXIT_DIR/0"; exit 1'
+    values = BOTH_PHASES | {"DATA_128": dataset, "DATA_512": dataset, "RESTARTS": 0, "HOLD": 250}
+    assert "scontrol cannot requeue this job" in submit(PRETRAIN, tmp_path, code=85, runs=runs, **values).stdout
+
+
 @pytest.mark.parametrize(("runs", "starts", "code"), [
     ('trap "echo 85 >\'$MEGABERT_EXIT_DIR/0\'; exit 85" USR2; kill -USR2 $PPID; sleep 9 & wait', 1, 85),
     ('echo 4 >"$MEGABERT_EXIT_DIR/0"; exit 1', 2, 4),
