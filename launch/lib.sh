@@ -39,7 +39,7 @@ before_restart() {
 rest() {
   local seconds=$1
   while [ "$seconds" -gt 0 ] && [ -z "$stopping" ]; do # second by second: a signal may arrive just before `sleep`
-    sleep 1
+    sleep 1 || true # Ctrl-C ends it too
     seconds=$((seconds - 1))
   done
 }

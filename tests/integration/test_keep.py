@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -171,7 +172,9 @@ def test_waits_without_progress_grow_to_a_limit(tmp_path) -> None:
 def test_a_signal_ends_the_wait_for_a_restart(tmp_path) -> None:
     process = start_sham("4", tmp_path, RESTART_WAIT="60")
     assert process.stdout is not None and "started again" in process.stdout.readline()
+    time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
+    subprocess.run(["pkill", "-P", str(process.pid)])  # as Ctrl-C, which also ends the `sleep` in it
     end(process, 4, timeout=10)
     assert len(list(tmp_path.glob("start-*"))) == 1
 
