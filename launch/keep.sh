@@ -41,7 +41,7 @@ ranks() { # ranks PID VARIABLES
   local child
   # images without procps have no pgrep
   for child in $(pgrep -P "$1" 2>/dev/null || cat "/proc/$1"/task/*/children 2>/dev/null || true); do
-    if tr '\0' '\n' <"/proc/$child/environ" 2>/dev/null | grep -E "^($of_rank)=" | grep -qvE "^($2)="; then
+    if tr '\0' '\n' 2>/dev/null <"/proc/$child/environ" | grep -E "^($of_rank)=" | grep -qvE "^($2)="; then
       echo "$child"
     else
       ranks "$child" "$2"

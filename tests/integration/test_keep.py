@@ -132,8 +132,19 @@ def test_a_stop_that_could_not_save_ends_with_its_code(rank, code, tmp_path) -> 
     end(process, code)
 
 
+# finds a process that has ended since
+ENDED = '() { command pgrep "$@"; [ "$2" = 99999999 ] || echo 99999999; }'
+
+
 @pytest.mark.parametrize(
-    "env", [{"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_RANK": "0"}, {"BASH_FUNC_pgrep%%": "() { return 127; }"}], ids=str
+    "env",
+    [
+        {"OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_RANK": "0"},
+        {"BASH_FUNC_pgrep%%": "() { return 127; }"},
+        {"BASH_FUNC_pgrep%%": ENDED},
+    ],
+    ids=str,
 )
 def test_a_launcher_with_ranks_is_not_signalled(env, tmp_path) -> None:
     """Where it inherits a rank, as if `srun` starts keep.sh on each node, or without pgrep: at USR2 the launcher would end, and leave
@@ -145,8 +156,8 @@ def test_a_launcher_with_ranks_is_not_signalled(env, tmp_path) -> None:
     process = start("sh", "-c", f"sh {tmp_path}/inner.sh; exit 1", "sham", "--run", tmp_path, **env)
     wait_until((tmp_path / "ready").exists)
     process.send_signal(signal.SIGTERM)
-    end(process, 85)
-    assert (tmp_path / "saved").exists()
+    _, errors = end(process, 85)
+    assert (tmp_path / "saved").exists() and errors.startswith("keep.sh: SIGTERM, passed on to 1 process"), errors
 
 
 def test_ranks_that_outlive_their_launcher_do_not_count_later(tmp_path) -> None:
