@@ -442,7 +442,7 @@ def common_settings(
 
 def refuse(output: Path, common: Mapping[str, Any]) -> None:
     """Raises ValueError naming the first setting in which the runs of `output` differ from `common`, a foreign file in the folder, or
-    a file in its place. An empty or missing folder passes."""
+    a file in its place. An empty or missing folder passes, as one with hidden files alone, such as a killed process leaves."""
     path = output / COMMON
     if file := next((place for place in (output, output.parent) if place.is_file()), None):
         raise ValueError(f"{file}: is a file; name a folder as --output")
@@ -460,7 +460,7 @@ def refuse(output: Path, common: Mapping[str, Any]) -> None:
                 split = next(split for split in {**now, **before} if before.get(split) != now.get(split))
                 said = f"{'another' if split in before else 'no'} {split} file"
             raise ValueError(f"{output}: was made with {said}; name another --output")
-    elif others := sorted(entry.name for entry in output.glob("*") if entry.name != "lock"):
+    elif others := sorted(entry.name for entry in output.glob("[!.]*") if entry.name != "lock"):
         raise ValueError(f"{output}: holds {others[0]} and no {COMMON}; name an empty folder as --output")
 
 

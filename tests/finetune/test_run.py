@@ -346,6 +346,8 @@ def test_id_column_is_a_common_setting(base, start) -> None:
 def test_output_folder_of_another_command_is_refused(tmp_path: Path, world) -> None:
     files = {"train": ["a"], "dev": ["b"]}
     output, common = tmp_path / "out", {"task": "sst2", "epochs": 3, "files_sha256": files}
+    output.mkdir()
+    (output / f".{run.COMMON}.0a1b2c3d.tmp").touch()  # of a process that was killed while it wrote the settings
     for _ in range(2):
         run.claim(output, common, world)
     for changed, word in (
