@@ -60,6 +60,8 @@ BASE_WIDTH = 768
 BASE_RATES, SMALL_RATES = (5e-5, 4e-5, 3e-5, 2e-5), (3e-4, 1e-3, 1e-4, 5e-5)
 # Of an added layer alone; the first is the best of five on WNUT-17 with a model of width 192 (one seed).
 FROZEN_RATES = (1e-2, 3e-3, 3e-2, 1e-3)
+# A larger number of runs is meant as a seed.
+MOST_SEEDS = 1_000
 
 
 def add_options(parser: Parser, seeds: int, rates: int) -> None:
@@ -105,9 +107,11 @@ def list_runs(args: argparse.Namespace, max_length: int, stride: int, hidden: in
         if least is not None and not least <= value < below:
             rule = f"at least {least}" + (f" and below {below:g}" if below < math.inf else "")
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be {rule}")
-    seeds = list(range(1, args.seeds[0] + 1)) if len(args.seeds) == 1 else args.seeds
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds {' '.join(map(str, args.seeds))}: give how many, or several different ones")
+    many = len(args.seeds) == 1 and args.seeds[0] > MOST_SEEDS
+    seeds = list(range(1, args.seeds[0] + 1)) if len(args.seeds) == 1 and not many else args.seeds
+    if many or not seeds or not 0 <= min(seeds) <= max(seeds) < 2**63 or len(set(seeds)) < len(seeds):
+        rule = f"give how many, at most {MOST_SEEDS:,}, or several different ones below 2^63"
+        raise ValueError(f"--seeds {' '.join(map(str, args.seeds))}: {rule}")
     parse_layers(args.layers)
     if args.layers != "last" and not args.freeze:
         raise ValueError(f"--layers {args.layers}: is for --freeze; fine-tuning reads the last layer")

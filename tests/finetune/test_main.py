@@ -108,7 +108,8 @@ def test_runs_are_every_rate_and_seed() -> None:
 def test_option_out_of_range_is_named() -> None:
     for option in (
         *("--seeds 0", "--seeds 1 1", "--seeds -1", "--lr 0", "--lr 1e-05 1e-05", "--batch 0", "--dropout 1"),
-        *("--max-length 7", "--limit -1", "--log-interval 0"),
+        *("--max-length 7", "--limit -1", "--log-interval 0", "--seeds 20181011", f"--seeds {10**20}"),
+        f"--seeds 1 {2**63}",
     ):
         with pytest.raises(ValueError, match=f"^{option}"):
             runs(*option.split())
