@@ -353,12 +353,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.output is None and (len(args.runs) > 1 or storage.is_url(args.runs[0])):
         raise ValueError(f"--output is missing: name the file for the report of {' and '.join(args.runs)}")
+    if args.output and not args.output.parent.is_dir():
+        raise ValueError(f"--output {args.output}: there is no folder {args.output.parent}")
     folders = [download_folder(run, weights=False) if storage.is_url(run) else Path(run) for run in args.runs]
     places = [storage.public(run) if storage.is_url(run) else "" for run in args.runs]
     runs, output = list(map(read_run, folders, places)), args.output or folders[0] / OUTPUT
-    if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}")
-    if output.exists() and not output.read_bytes().startswith(MARKER):
+    if output.exists() and not (output.is_file() and output.read_bytes().startswith(MARKER)):
         raise ValueError(f"{output}: exists and is not a report; name another file with --output")
     from megabert.commands import comparison
 

@@ -1,6 +1,7 @@
 """The report of a run, or of several, is one file that fetches nothing, says what their files say and lack, and is whole or absent."""
 
 import json
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
@@ -190,12 +191,14 @@ def test_a_mistake_writes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
     make(tmp_path / "run")
+    os.mkfifo(tmp_path / "pipe")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)
     for words, message in (
         ("damaged", "damaged/config.json: holds no configuration"),
         ("list", "list/config.json: holds no configuration"),
-        ("run --output list", "list: Is a directory"),
+        ("run --output list", "list: exists and is not a report"),
+        ("run --output pipe", "pipe: exists and is not a report"),
         ("run run", "--output is missing: name the file for the report of run and run"),
         ("run --output no/x.html", "--output no/x.html: there is no folder no"),
         ("run --output run/config.json", "run/config.json: exists and is not a report"),
