@@ -218,11 +218,16 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
+def refuse_url(target: str | Path) -> None:
+    """Raises ValueError if a folder or file to write is a URL."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(target)):  # a path has lost its second slash
+        raise ValueError(f"{target}: is a URL; name a place on this machine, and copy it there")
+
+
 def refuse_existing(target: Path, mark: str, overwrite: bool | None = None) -> None:
     """Raises ValueError if `atomic_folder` would not replace `target`, or if it is a URL. `overwrite` None: the command has no such
     option."""
-    if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(target)):  # a path has lost its second slash
-        raise ValueError(f"{target}: is a URL; name a folder, and copy it there")
+    refuse_url(target)
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():

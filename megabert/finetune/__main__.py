@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing, refuse_replacing
 from megabert.common.errors import OK
+from megabert.common.files import refuse_url
 from megabert.common.logs import log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
@@ -83,6 +84,7 @@ def parse_task(args: argparse.Namespace) -> Task:
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError for mistakes in the options and missing packages."""
     options.require_metrics()
+    refuse_url(args.output)
     refuse_missing(args, "train", "dev", "test", "predict", "tokenizer")
     if args.predict:
         usual = vars(parse(["--model=", "--output="]))

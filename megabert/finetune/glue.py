@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabert.common.arguments import MODEL, Parser, called_as, refuse_missing
-from megabert.common.files import write_atomically
+from megabert.common.files import refuse_url, write_atomically
 from megabert.common.logs import hide_secrets, log
 from megabert.finetune import settings as options
 from megabert.finetune import tasks
@@ -173,6 +173,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> None:
     """Put the existing tasks into `args.tasks`. Raises ValueError for mistakes in the options and missing packages."""
     options.require_metrics()
+    refuse_url(args.output)
     refuse_missing(args, "tokenizer")
     options.list_runs(args, Task.max_length, Task.stride)
     model_folder(args.model)

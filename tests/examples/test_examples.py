@@ -120,6 +120,7 @@ def test_python_api(tmp_path, monkeypatch, capsys) -> None:
     [
         ("schedule.warmup_steps=50", "schedule.warmup_steps=50 exceeds schedule.total_steps=40"),
         ("schedule.total_steps=100", "schedule.total_steps=100: give --steps"),
+        ("model.max_positions=64", "data.seq_len=128 is above model.max_positions=64"),
     ],
 )
 def test_the_quickstart_refuses_before_it_replaces(override: str, message: str, tmp_path, capsys) -> None:
@@ -129,6 +130,25 @@ def test_the_quickstart_refuses_before_it_replaces(override: str, message: str, 
     (tmp_path / quickstart.MARK).touch()
     assert quickstart.main([override, "--output", str(tmp_path), "--steps", "40", "--input", "nowhere"]) == 2
     assert message in capsys.readouterr().err and earlier.is_file()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--input", "nowhere"), "--input nowhere: no such file"),
+        (("--vocab-size", "1"), "--vocab-size: must lie in 16.."),
+    ],
+)
+def test_the_quickstart_replaces_after_the_build_has_begun(
+    option: tuple[str, str], message: str, tmp_path, capfd
+) -> None:
+    earlier = tmp_path / "run/report.html"
+    earlier.parent.mkdir()
+    earlier.touch()
+    (tmp_path / quickstart.MARK).touch()
+    with pytest.raises(SystemExit, match="2"):
+        quickstart.main(["--output", str(tmp_path), *option])
+    assert message in capfd.readouterr().err and earlier.is_file()
 
 
 def test_the_quickstart_shows_what_was_learned(tmp_path, capsys) -> None:

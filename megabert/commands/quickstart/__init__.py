@@ -20,6 +20,7 @@ from pathlib import Path
 from megabert.common.arguments import Parser
 from megabert.common.environment import cores
 from megabert.common.errors import FAILED, OK, BadTraining, Failed, command, interrupted
+from megabert.common.files import refuse_url
 from megabert.common.run_files import METRICS, json_lines
 
 # the folder that is replaced without a question, and the file in another that quickstart made
@@ -46,14 +47,11 @@ def output(*words: object) -> str:
     return done.stdout
 
 
-def clear(folder: Path) -> None:
-    """Remove data and run of an earlier quickstart. Raises ValueError for those of somebody else."""
-    made = [folder / "data", folder / "run"]
-    for path in made:
+def claim(folder: Path) -> None:
+    """Make and mark the folder, whose data and run may be those of an earlier quickstart. Raises ValueError for somebody else's."""
+    for path in (folder / "data", folder / "run"):
         if path.exists() and not (folder / MARK).exists() and folder != Path(USUAL):
             raise ValueError(f"--output {folder}: {path} exists and was not made by quickstart; name another folder")
-    for path in made:
-        shutil.rmtree(path, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
 
@@ -80,7 +78,7 @@ def table(run_dir: Path, half: dict[str, float]) -> str:
 def settings(args: argparse.Namespace) -> list[str]:
     """The overrides of the preset, the user's last."""
     own = [f"schedule.total_steps={args.steps}", f"schedule.warmup_steps={args.steps // 20}", "zero.stage=2"]
-    return [*own, *args.overrides]
+    return [*own, f"data.seq_len={args.seq_len}", *args.overrides]
 
 
 def quickstart(args: argparse.Namespace) -> None:
@@ -97,12 +95,14 @@ def quickstart(args: argparse.Namespace) -> None:
         config = ["--config", "quickstart", "--data", data, "--run", run_dir, *settings(args)]
         run(*launcher, "--module", "megabert.train", *config, *more, TF_CPP_MIN_LOG_LEVEL="3", **cpu)
 
-    clear(out)
+    claim(out)
     text = "the English documentation installed on this machine" if args.input == ["pydoc"] else " ".join(args.input)
     section(f"1/4 shards from {text}")
     sizes = ["--seq-len", args.seq_len, "--vocab-size", args.vocab_size, "--held-out", "0.02"]
     quiet = [] if sys.stderr.isatty() else ["--quiet"]  # no progress bar in a log
-    run("data_prep", "build", "--input", *args.input, "--output", data, *sizes, *quiet)
+    # refuses wrong text and sizes before it replaces earlier data
+    run("data_prep", "build", "--input", *args.input, "--output", data, "--overwrite", *sizes, *quiet)
+    shutil.rmtree(run_dir, ignore_errors=True)  # of an earlier quickstart
     half = args.steps // 2
     section(f"2/4 BERT-Tiny on {ranks} ranks, ZeRO stage 2, stopped at step {half} of {args.steps}")
     train("--stop-after", half)
@@ -135,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.steps < 2 or args.ranks < 0:
         raise ValueError(f"--steps {args.steps}, --ranks {args.ranks}: give at least 2 updates, and 1 rank or more")
+    refuse_url(args.output)
     from megabert.config import load
 
     config = load("quickstart", settings(args))  # refuses a wrong one before anything is made
