@@ -151,6 +151,25 @@ def test_the_quickstart_replaces_after_the_build_has_begun(
     assert message in capfd.readouterr().err and earlier.is_file()
 
 
+def test_an_interrupted_quickstart_waits_for_its_command_and_says_what_is_left(tmp_path) -> None:
+    """Ctrl-C reaches both. The command, which takes a second to save, is no longer there afterwards."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), print('saved', flush=True), os._exit(85)))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    code = (
+        "import sys; from megabert.commands import quickstart\n"
+        "quickstart.quickstart = lambda args: quickstart.run('slow')\nsys.exit(quickstart.main(['--output', 'x']))"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=60
+    )
+    assert done.returncode == 130 and done.stdout == "saved\n"
+    assert done.stderr == "\nerror: interrupted: x is unfinished; the same command begins again\n"
+
+
 def test_the_quickstart_shows_what_was_learned(tmp_path, capsys) -> None:
     """The two accuracies are one, counted here too."""
     most, tokenizer = write_constant(tmp_path)

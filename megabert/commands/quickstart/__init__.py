@@ -33,10 +33,16 @@ def section(text: str) -> None:
 
 
 def run(*words: object, **env: str) -> None:
-    """A command of this package, in a process of its own. Raises SystemExit with its code if it fails, after its own message."""
-    done = subprocess.run([sys.executable, "-m", *map(str, words)], env=os.environ | env)
-    if done.returncode:
-        sys.exit(done.returncode if done.returncode > 0 else FAILED)
+    """A command of this package, in a process of its own. Raises SystemExit with its code if it fails, after its own message, and
+    KeyboardInterrupt when it has ended at Ctrl-C, which it gets too."""
+    with subprocess.Popen([sys.executable, "-m", *map(str, words)], env=os.environ | env) as child:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.wait()
+            raise
+    if code:
+        sys.exit(code if code > 0 else FAILED)
 
 
 def output(*words: object) -> str:
@@ -145,6 +151,6 @@ def main(argv: list[str] | None = None) -> int:
         )
     try:
         quickstart(args)
-        return OK
     except KeyboardInterrupt:
-        return interrupted("the same command begins again")
+        return interrupted(f"{args.output} is unfinished; the same command begins again")
+    return OK
