@@ -42,13 +42,14 @@ def convert(
     Arguments and errors as of `read.read`, after which nothing is written. Pooler and next-sentence head are kept where the model has
     the second, unless `nsp` is false. `vocab`: dataset, file or folder of a tokenizer that replaces the model's, which may be a run then.
     """
-    folder, run = model_folder(source), Path(run)
+    run = Path(run)
+    refuse_existing(run, CONFIG)  # before a model of the hub is downloaded
+    folder = model_folder(source)
     refuse_finetuned(folder, source)
     if not vocab and not is_model_folder(folder):
         raise ValueError(
             f"{source}: holds no {' and no '.join(WEIGHT_FILES)}, so it is not a Hugging Face folder; a run needs --vocab"
         )
-    refuse_existing(run, CONFIG)
     from megabert.data.shards import MANIFEST, Dataset
     from megabert.hf import mapping, read, vocabulary
 

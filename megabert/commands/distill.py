@@ -36,12 +36,12 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--layers {args.layers}: must be 1 or more")
     if Path(args.run).is_file():
         raise ValueError(f"--run {args.run}: is a file; name a folder")
-    folder = model_folder(args.model).resolve()
     from megabert.config import refuse_unknown_overrides
     from megabert.data.shards import Manifest
 
     Manifest.load(args.data)
     refuse_unknown_overrides(args.overrides)
+    folder = model_folder(args.model).resolve()
     from megabert import hf
     from megabert.objectives.distillation import student_overrides
 

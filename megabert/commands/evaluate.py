@@ -82,10 +82,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.rows < 0:
         raise ValueError(f"--rows {args.rows}: must be 0 or more")
     with contextlib.redirect_stdout(sys.stderr):  # stdout has the JSON alone
-        folder = model_folder(args.model)
         from megabert.data.shards import Manifest
 
         for data in args.data:
-            Manifest.load(data)  # wrong values are refused before the slow imports
+            Manifest.load(data)  # wrong values are refused before a download and the slow imports
+        folder = model_folder(args.model)
         metrics = evaluate_run(folder, args.data, args.rows)
     print(json.dumps(metrics))

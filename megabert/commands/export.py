@@ -199,17 +199,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check_options(args)
     refuse_missing(args, "tokenizer")
-    args.model = str(model_folder(args.model))
     if args.output:
         refuse_existing(Path(args.output), MARK, args.overwrite)
+    if args.onnx:
+        require_packages("--onnx", "onnx", "onnx", "onnxruntime", "onnxscript", "transformers")
+    args.model = str(model_folder(args.model))
     from megabert.finetune import tasks
 
     finetuned = bool(tasks.find(args.model))
     for option in ("tokenizer", "sentence_transformers", "revisions") if finetuned else ():
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')}: is for runs; {args.model} is a fine-tuned model")
-    if args.onnx:
-        require_packages("--onnx", "onnx", "onnx", "onnxruntime", "onnxscript", "transformers")
     write_folder = export_finetuned if finetuned else export_run
     if not args.push:
         write_folder(args, Path(args.model), Path(args.output), "")
