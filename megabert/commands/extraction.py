@@ -86,7 +86,7 @@ class Extractor:
         # with a causal model the vector of a text is that of its last token
         self.causal = pretrained.config.data.masking.causal
         # of the texts so far
-        self.truncated, self.unknown = 0, UnknownTokens(self.tokenizer)
+        self.texts, self.truncated, self.unknown = 0, 0, UnknownTokens(self.tokenizer)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """fp32 [n, D]: one vector a text, in order; needs a `pool`. [0, D] without texts."""
@@ -126,6 +126,7 @@ class Extractor:
         """`[CLS] text [SEP]` of each text, cut to `max_length`."""
         tokenizer, room = self.tokenizer, self.max_length - 2
         encoded = tokenizer_files.encode(tokenizer, texts)
+        self.texts += len(texts)
         self.truncated += sum(len(ids) > room for ids in encoded)
         rows = [np.array([tokenizer.cls_id, *ids[:room], tokenizer.sep_id], np.int32) for ids in encoded]
         self.unknown.add(rows)
@@ -199,6 +200,10 @@ def extract(model: str | Path, input: str, output: str, text: str, tokenizer: st
     texts = tqdm(read_texts(path, text), total=total, unit=" texts", disable=None, leave=False)
     with large_atomic_file(target) as file, closing(texts), closing(extractor.windows(texts)) as windows:
         write(file, windows, total, extractor)
+        if extractor.texts != total:
+            raise ValueError(
+                f"{path}: had {total:,} texts and now has {extractor.texts:,}; it must not change meanwhile"
+            )
     log.info(f"{target}: vectors of {total:,} texts")
     if extractor.truncated:
         log.warning(f"{extractor.truncated:,} of them are longer than {extractor.max_length} tokens and lost their end")

@@ -2,6 +2,7 @@
 
 import gzip
 import resource
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import transformers
 
 from megabert import hf
-from megabert.commands import export, features
+from megabert.commands import export, extraction, features
 from megabert.commands.extraction import Extractor
 from megabert.distributed.ranks import World
 from tests.helpers import runs
@@ -183,6 +184,17 @@ def peaks_of_features(world: World, model: str, folder: str) -> list[int]:
         assert features.main([*given, "--pool", "none", "--layers", "0,1,2,3,4", "--batch-tokens", "1024"]) == 0
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     return peaks
+
+
+def test_a_file_that_shrinks_meanwhile_gives_no_vectors(
+    run: Path, lines: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """The header of an .npy has the number of texts at first."""
+    read, counts = extraction.read_texts, iter((5, 4))
+    monkeypatch.setattr(extraction, "read_texts", lambda path, column: islice(read(path, column), next(counts)))
+    output = tmp_path / "vectors.npy"
+    message = "lines.txt: had 5 texts and now has 4; it must not change meanwhile"
+    assert message in refusal(capsys, features.main, *command(run, lines, output)) and not output.exists()
 
 
 @pytest.mark.slow
