@@ -92,14 +92,14 @@ def with_retries(action: Callable[[], T], waits: Sequence[float] = ()) -> T:
 
 def command(main: Callable[[Any], int | None]) -> Callable[..., int]:
     """Decorator for a command's `main(argv)`, or a function of its arguments: sets up logging, prints a ValueError, an
-    OSError or Ctrl-C in one line on stderr, and returns its exit code; a result of None becomes OK."""
+    OSError, BadTraining or Ctrl-C in one line on stderr, and returns its exit code; a result of None becomes OK."""
 
     @functools.wraps(main)
     def wrapped(argv: Any = None) -> int:
         try:
             logs.setup()
             return main(argv) or OK
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, BadTraining) as error:
             log.error(describe(error))
             return exit_code(error)
         except KeyboardInterrupt:

@@ -100,6 +100,7 @@ def test_what_a_terminal_cannot_show_is_escaped() -> None:
     [
         (ValueError("--top 0"), 2, "error: --top 0\n"),
         (os_error(errno.ESTALE), 4, "error: /data/file: Stale file handle\n"),
+        (BadTraining("the held-out loss did not fall"), 3, "error: the held-out loss did not fall\n"),
         # a line of its own: it may come in the middle of a progress line
         (KeyboardInterrupt(), 130, "\nerror: interrupted: nothing was written\n"),
     ],
