@@ -387,14 +387,3 @@ def test_a_signal_in_the_imports_is_one_line(name: str, number: int, code: int, 
     finally:
         process.kill()
         process.wait()
-
-
-def test_an_interrupted_quickstart_does_not_say_that_nothing_was_written(tmp_path: Path, monkeypatch, capsys) -> None:
-    from megabert.commands import quickstart
-
-    def interrupt(*words: object, **env: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(quickstart, "run", interrupt)
-    assert quickstart.main(["--output", str(tmp_path / "out")]) == 130
-    assert capsys.readouterr().err == "\nerror: interrupted: the same command begins again\n"
