@@ -182,6 +182,15 @@ def test_a_schedule_made_shorter_ends_with_an_evaluation(world, tmp_path):
         assert list(logged(tmp_path, "eval/mlm_loss")) == [0, 5]
 
 
+def test_evaluations_before_a_phase_that_is_added_count_for_nothing(world, tmp_path):
+    """As in a run that had the phase from the start."""
+    trained(world, tmp_path, {0: 6.0, 2: 3.0, 4: 4.0}, "schedule.total_steps=4")
+    added = ("schedule.total_steps=8", "phases=[{share = 4}, {share = 4, optimizer.lr = 1e-5}]")
+    trainer = opened(world, tmp_path, {6: 5.0, 8: 4.5}, *added, extend=True)
+    assert trainer.train() and (trainer.state.step, trainer.state.best_step) == (8, 8)
+    trainer.close()
+
+
 def test_without_patience_no_step_is_the_best(world, tmp_path):
     assert trained(world, tmp_path, LOSSES, stop=7) == 7
     trainer = opened(world, tmp_path, LOSSES, "eval.patience=0", stop=8)

@@ -88,11 +88,11 @@ def ends_early(saved: Mapping[str, Any], config: Config) -> bool:
 
 def drop_incomparable(saved: Mapping[str, Any], config: Config, here: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's state without what is not comparable under `config` on the hardware `here`: the spike policy's losses, if masking,
-    model or teacher changed; the best held-out loss, if the held-out rows or their masking changed, or without
-    `eval.patience`, which alone looks for it; the time of the longest evaluation."""
+    model or teacher changed; the best held-out loss, if the held-out rows or their masking changed, before the last phase, or without
+    `eval.patience`, which alone looks for it; the time of the longest evaluation, if its rows changed."""
     state, old = dict(saved), Config.model_validate(saved["config"])
-    hardware = ("machine", "threads", "world_size")
-    if old.eval != config.eval or any(saved.get(name) != here.get(name) for name in hardware):
+    alike = ("machine", "threads", "world_size", "phase_datasets")
+    if old.eval != config.eval or any(saved.get(name) != here.get(name) for name in alike):
         state["evaluation_seconds"] = 0.0
     number = len(saved.get("phase_starts", [0])) - 1
     phases = (list_phases(each)[number].config for each in (old, config))
@@ -104,7 +104,7 @@ def drop_incomparable(saved: Mapping[str, Any], config: Config, here: Mapping[st
         if saved.get("best_step", -1) >= 0:
             log.info("held-out rows or their masking were changed: the next evaluation counts as the best")
         state |= {"best_step": -1, "since_best": 0}
-    if not config.eval.patience:
+    if not config.eval.patience or number + 1 < len(list_phases(config)):  # a last phase was added: it counts alone
         state |= {"best_step": -1, "since_best": 0}
     return state
 

@@ -117,6 +117,9 @@ def test_losses_that_do_not_compare_are_forgotten() -> None:
     for key, (value, losses, best) in changes.items():
         found = drop_incomparable(state, replace(config, key, value), {})
         assert (found["losses_by_objective"], found["best_step"]) == (losses, best), key
+    timed = state | {"phase_datasets": ["a"], "evaluation_seconds": 9.0}
+    for datasets, seconds in ((["a"], 9.0), (["a", "b"], 0.0)):  # a phase with other held-out rows was added
+        assert drop_incomparable(timed, config, {"phase_datasets": datasets})["evaluation_seconds"] == seconds
 
 
 def test_checkpoint_removed_while_read_is_followed(
