@@ -77,6 +77,7 @@ class Trainer:
         self.row_digest = RowDigest()
         self.rank_stats = RankMetrics(world, engine.compute_time, watchdog, config.watchdog, run_dir / SLOW_RANKS)
         self.last_eval: dict[str, float] = {}
+        self.fresh = saved is None
         if saved is not None:
             self.resume(saved)
             self.state.evaluation_owed |= ends_early(saved, config)
@@ -337,7 +338,8 @@ class Trainer:
         """Start saving a checkpoint of the current state; with --in-place also take a copy of it in memory."""
         self.state.saved_seconds = self.state.seconds
         self.checkpoints.save(self.engine, self.checkpoint_state())
-        if self.copies is not None:
+        # not of the state that was resumed: a keeper takes a copy for an update
+        if self.copies is not None and (self.fresh or self.newest is not None):
             self.copies.take(self.engine, self.checkpoint_state(), self.checkpoints.in_flight)
 
     def close(self) -> None:
