@@ -314,7 +314,10 @@ def _ask(url: str, send: Callable[[Any, str], T], writes: bool = False) -> T:
     try:
         return request(url, lambda: send(*_system(url)), writes)
     except AccessDenied:
-        type(_system(url)[0]).clear_instance_cache()  # the next request reads the credentials again
+        import fsspec
+
+        # the next request reads the credentials again
+        fsspec.get_filesystem_class(url.partition("://")[0].lower()).clear_instance_cache()
         raise
 
 

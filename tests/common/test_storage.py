@@ -9,6 +9,7 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -232,6 +233,19 @@ def test_an_expired_token_is_a_refused_access(proxy: Proxy) -> None:
         storage.stat("s3://shelf/expired")
     assert proxy.failed[EXPIRED] <= 2  # s3fs then looks for a folder
     assert storage._system("s3://shelf/expired")[0] is not before
+
+
+def test_a_login_that_is_refused_later_is_a_refused_access(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Google's, which is a request of its own, after the credentials have expired."""
+    storage.write("s3://shelf/login", DATA)
+    storage.stat("s3://shelf/login")
+
+    def refuse(url: str) -> Any:
+        raise PermissionError("Reauthentication is needed")
+
+    monkeypatch.setattr(storage, "_system", refuse)
+    with pytest.raises(storage.AccessDenied, match="access denied; check the credentials"):
+        storage.stat("s3://shelf/login")
 
 
 def test_a_name_that_no_store_has_is_a_mistake(proxy: Proxy) -> None:
