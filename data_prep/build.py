@@ -67,8 +67,9 @@ def build(plan: BuildPlan, executor: Pool, overwrite: bool = False, progress: bo
     if plan.url and not output_folder.prepare_url(plan.url, account, overwrite, plan.on_error, _sources(plan, ranges)):
         output_folder.remove_uploaded(plan.folder)  # of a build that was killed while it removed this
         return None
-    sources = _sources(plan, ranges)
-    with output_folder.opened(plan.folder, account, overwrite, sources, False, plan.on_error, plan.url) as work:
+    with output_folder.opened(
+        plan.folder, account, overwrite, _sources(plan, ranges), on_error=plan.on_error, url=plan.url
+    ) as work:
         if work is None:
             if plan.url:  # killed while the last files were uploaded
                 output_folder.upload(plan.url, plan.folder, progress)

@@ -104,9 +104,7 @@ def opened(
         except BadInput:
             clear(output)
             with contextlib.suppress(OSError, ValueError):  # the mistake is what the user has to know
-                found = storage.list_objects(url) if url else {}
-                for name in sorted(found, key=ACCOUNT.__eq__):  # the account last
-                    storage.remove(storage.join(url, name))
+                _remove_objects(url, storage.list_objects(url) if url else ())
             if work.exists():
                 log.warning(f"{work}: keeps the unpacked text for the corrected command")
             elif created:
@@ -339,13 +337,17 @@ def prepare_url(
     if changed and not overwrite:
         raise BadInput(f"--output {url}: holds a build with other options or code ({changed}); --overwrite replaces it")
     with _locked(folder) if folder.exists() else contextlib.nullcontext():
-        # a dataset's manifest before that of its held-out part; the account is replaced last
-        order = sorted(found.keys() - {ACCOUNT}, key=lambda name: (os.path.basename(name) != MANIFEST, len(name)))
-        for name in order if changed else ():
-            storage.remove(storage.join(url, name))
+        if changed:  # the account is replaced last
+            _remove_objects(url, found.keys() - {ACCOUNT})
         if changed or not found:
             storage.write(storage.join(url, ACCOUNT), canonical(account))
     return True
+
+
+def _remove_objects(url: str, names: Iterable[str]) -> None:
+    """Delete objects of a build: a dataset's manifest before that of its held-out part and before shards, the account last."""
+    for name in sorted(names, key=lambda name: (name == ACCOUNT, os.path.basename(name) != MANIFEST, len(name))):
+        storage.remove(storage.join(url, name))
 
 
 def publish(url: str, folder: Path, progress: bool) -> None:
