@@ -177,7 +177,7 @@ class BuildNative(build_ext):
 
 
 class BuildPython(build_py):
-    """Copies all modules anew: a wheel would have those that are gone, and old ones for those that are dated back."""
+    """build_py without the copies of an earlier build: setuptools packages deleted modules too, and keeps copies newer than their source."""
 
     def run(self) -> None:
         if Path(self.build_lib).resolve().parent == ROOT / "build":

@@ -17,7 +17,7 @@ MAX_RESTARTS=${MAX_RESTARTS:-3}
 for name in MAX_RESTARTS RESTART_WAIT LONGEST_WAIT; do check "$name" "$NUMBER" "a number" "the environment"; done
 check_rendezvous
 [ $# -gt 0 ] || fail "launch/keep.sh: which command?"
-command -v -- "$1" >/dev/null || fail "launch/keep.sh: there is no command $1; activate its environment, or name its path"
+command -v -- "$1" >/dev/null || fail "launch/keep.sh: $1: command not found; activate its environment or give its path"
 
 run='' previous=
 for word in "$@"; do # find the run folder, whose checkpoints show progress

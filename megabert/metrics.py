@@ -40,8 +40,8 @@ def training_flops(model: ModelConfig, tokens: int, pairs: int, predictions: int
     """FLOPs of forward and backward over `tokens` real tokens in `sequences`, with `pairs` as of `attending_pairs`.
 
     6 per weight and token for the matrix products, 12·d for each pair of attending tokens, and the vocabulary product on predicted
-    positions only (Kaplan et al. 2020, section 2.1, without embeddings). These are the model's: of the last layer all tokens count, where it computes what follows attention at predicted
-    positions alone, 2.5 to 5% fewer in all for LARGE and BASE.
+    positions only (Kaplan et al. 2020, section 2.1, without embeddings). These are the model's: of the last layer all tokens count,
+    where it computes what follows attention at predicted positions alone, 2.5 to 5% fewer in all for LARGE and BASE.
     """
     d, encoder = model.hidden, 6 * model.layer_weights * tokens
     attention = 12 * d * pairs

@@ -8,7 +8,10 @@ from data_prep.common.errors import Problems
 from data_prep.common.records import ReadOptions
 
 # how an error calls invalid bytes
-INVALID = "invalid UTF-8; convert text of another encoding first (iconv -f windows-1252 -t utf-8, or by its name), or --encoding-errors replace"
+INVALID = (
+    "invalid UTF-8; convert text of another encoding first (iconv -f windows-1252 -t utf-8, or by its name), or "
+    "--encoding-errors replace"
+)
 # how it is counted with --encoding-errors replace
 REPLACED = "invalid UTF-8 replaced"
 # U+FFFD in UTF-8

@@ -212,7 +212,7 @@ def test_a_mistake_is_one_line() -> None:
     for command, env, message in (
         ((), {}, "which command?"),
         (("true",), {}, "has no --run FOLDER"),
-        (("torchrum", "--run", "x"), {}, "there is no command torchrum; activate its environment, or name its path"),
+        (("torchrum", "--run", "x"), {}, "torchrum: command not found; activate its environment or give its path"),
         (("true", "--run", "x"), {"MAX_RESTARTS": "1 2"}, r"MAX_RESTARTS=1\ 2 is not a number"),
         (("true", "--run", "x"), {"MASTER_PORT": "0"}, "MASTER_PORT=0 is outside 1 to 65535"),
     ):
