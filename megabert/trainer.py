@@ -304,7 +304,7 @@ class Trainer:
         self.judge.forget()
         self.updates.close()
         self.resume({**self.checkpoints.load(self.engine, path), "spiked": self.state.spiked})
-        self.state.cursor = spike.cursor + 1
+        self.state.cursor, self.checkpoints.saved_step = spike.cursor + 1, -1  # the checkpoint has another cursor
         self.sinks.resume(self.state.step)
         self.updates = self.workload.updates(self.state.cursor, self.state.phase_starts)
         log.info(f"rolled back to step {self.state.step}; the data up to the spike is skipped")

@@ -168,6 +168,16 @@ def test_a_spike_seen_later_changes_no_result(world, tmp_path, monkeypatch):
     assert found[0][2:] == found[1][2:] and found[0][2] == 9
 
 
+def test_a_stop_at_a_rollback_repeats_no_spike(world, tmp_path):
+    guard, seen = {"spikes__policy": "rollback", "spikes__window": 8, "spikes__threshold": 300.0}, []
+    for stop_at in (6, -1):  # by update 5, whose loss is the spike
+        ours = trainer(quiet(**guard, log__interval=1, batch__micro_size=8), world, tmp_path, stop_at=stop_at)
+        make_spike(ours, 4, seen)
+        assert ours.train() == (stop_at < 0)
+    assert [cursor for _, cursor, _ in seen] == [*range(9)]
+    assert (tmp_path / "trouble.jsonl").read_text().count("\n") == 1
+
+
 def test_a_repeated_update_has_its_first_learning_rate(world, tmp_path):
     by = {"schedule__name": "budget", "schedule__budget_minutes": 0.5, "schedule__warmup_steps": 0}
     cfg = quiet(**by, log__interval=1, batch__micro_size=8)
