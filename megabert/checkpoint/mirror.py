@@ -30,7 +30,7 @@ from megabert.common import chain, storage
 from megabert.common.errors import Failed, describe
 from megabert.common.files import replace_folder, sync, write_atomically
 from megabert.common.logs import log
-from megabert.common.run_files import BEST, checkpoint_name
+from megabert.common.run_files import BESIDE, BEST, checkpoint_name
 from megabert.common.run_files import IN_CHECKPOINT as STEP
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World, on_main_long
@@ -111,7 +111,7 @@ class Mirror:
                 reasons.append(reason)
                 continue
             for name in files:
-                if not STEP.fullmatch(name) and not name.startswith("lock/"):
+                if BESIDE.fullmatch(name):
                     (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
                     storage.fetch(storage.join(self.url, name), self.run_dir / name, self._progress)
             best = checkpoint_name(read_manifest(self._temporary(step))["state"].get("best_step", -1))

@@ -20,6 +20,8 @@ SLOW_RANKS = "slow-ranks.json"  # the slow ranks at the newest log line; absent 
 BEST = "best"  # link to the checkpoint with the lowest held-out loss, of a run with `eval.patience`
 # a file of a checkpoint, relative to the run: the checkpoint's name and its own
 IN_CHECKPOINT = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
+# a file of a run in a store besides checkpoints and locks; other runs may be below the same URL
+BESIDE = re.compile(r"((checkpoints|tensorboard)/)?[^/]+")
 TAIL = 1 << 16  # bytes of a log that are read first to find its last lines
 SINK_IDS = "sinks.json"  # the run's id at each tracker
 

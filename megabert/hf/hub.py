@@ -14,7 +14,7 @@ from megabert.common.errors import Failed
 from megabert.common.files import atomic_folder, cache_folder, lock
 from megabert.common.hub_upload import NAME
 from megabert.common.logs import log
-from megabert.common.run_files import BEST, IN_CHECKPOINT, holds_checkpoint
+from megabert.common.run_files import BESIDE, BEST, IN_CHECKPOINT, holds_checkpoint
 
 UNUSED = 86_400.0  # seconds after which an older copy of a URL's model is removed
 # weight files of a Hugging Face model, preferred format first
@@ -68,7 +68,7 @@ def download_folder(url: str, weights: bool = True) -> Path:
     files = {
         name: each
         for name, each in found.items()
-        if not name.startswith("lock/") and ((match := IN_CHECKPOINT.fullmatch(name)) is None or match[1] == newest)
+        if BESIDE.fullmatch(name) or (name.startswith((f"checkpoints/{newest}/", f"{BEST}/")) if newest else weights)
     }
     names = [folder + name + end for folder in ("", f"{BEST}/") for name in WEIGHT_FILES for end in ("", INDEX)]
     if weights and not newest and files.keys().isdisjoint(names):

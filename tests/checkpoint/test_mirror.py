@@ -21,6 +21,7 @@ from megabert.common import storage
 from megabert.common.errors import Failed
 from megabert.common.files import hash_file
 from megabert.config import CheckpointConfig
+from megabert.hf.hub import download_folder
 from tests.checkpoint.test_store import saved_run
 from tests.helpers import prep_reading
 from tests.helpers.object_store import PASS, STALE, UNAVAILABLE, Proxy, listing
@@ -90,8 +91,11 @@ def test_kept_and_best_checkpoints_survive_an_empty_disk(proxy: Proxy, tmp_path:
     first.close()
     # by the rules of the run: two newest, the tenth ones, the best
     assert steps(url) == [10, 13, 20, 25]
+    opened(f"{url}/phase2", tmp_path / "below", 40).close()
     second = opened(url, tmp_path / "second", **settings)
     here = tmp_path / "second"
+    assert not (here / "phase2").exists()
+    assert {path.name for path in download_folder(url).iterdir()} == {"checkpoints", "metrics.jsonl"}
     assert sorted(path.name for path in here.glob("checkpoints/step-*")) == ["step-00000013", "step-00000025"]
     assert not (here / "hang-0.txt").exists()
     assert (here / "best").resolve().name == "step-00000013"
