@@ -285,10 +285,12 @@ class Mirror:
         return self._there.get(step, b"")
 
     def _upload_step(self, folder: Path, manifest: bytes, files: list[str]) -> None:
-        self._remove_step(folder.name, [name for name in files if name.endswith(MANIFEST)])  # another of this step
-        for path in sorted(folder.iterdir()):
-            if path.name != MANIFEST:
-                self._put(path)
+        # the same where it was saved again with another state, as after its evaluation: it is there all the time
+        if _files(self._there.get(folder.name, b"")) != _files(manifest):
+            self._remove_step(folder.name, [name for name in files if name.endswith(MANIFEST)])  # another of this step
+            for path in sorted(folder.iterdir()):
+                if path.name != MANIFEST:
+                    self._put(path)
         self._upload_others()
         self.lock.check()
         storage.write(storage.join(self.url, "checkpoints", folder.name, MANIFEST), manifest)
@@ -313,6 +315,13 @@ class Mirror:
         inside = [name for name in files if name.startswith(f"checkpoints/{step}/")]
         for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
             storage.remove(storage.join(self.url, name))
+
+
+def _files(manifest: bytes) -> Any:
+    """The files of a checkpoint; None for a damaged manifest."""
+    with suppress(DamagedCheckpoint):
+        return parse_manifest(manifest, "")["files"]
+    return None
 
 
 def _beginning(text: bytes) -> Any:

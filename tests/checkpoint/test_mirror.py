@@ -195,6 +195,12 @@ def test_a_step_that_was_saved_again_replaces_the_other(proxy: Proxy, tmp_path: 
     url, run = "s3://runs/again", tmp_path / "run"
     made = opened(url, run, 5, 8)
     made.upload()
+    checkpoint(run, 8, best=8)  # evaluated meanwhile: its weights are the same
+    proxy.fault = lambda method, path, number: UNAVAILABLE if "/step-" in path and method == "PUT" else PASS
+    with pytest.raises(Failed, match=r"step-00000008/manifest\.json"):
+        made.upload()
+    proxy.fault = lambda *_: PASS
+    assert steps(url) == [5, 8]
     checkpoint(run, 5, text=b"other weights")
     shutil.rmtree(run / "checkpoints/step-00000008")
     made.close()
