@@ -49,7 +49,7 @@ def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[
         for name, weight in other.weights.items():
             sums[name] += weight
     weights = {name: (total / len(paths)).float() for name, total in sums.items()}
-    dataset = f"none, the mean of steps {chosen} of {Path(run).name}: begin a new run with init_from"
+    dataset = f"none, the mean of steps {chosen} of {Path(run).resolve().name}: begin a new run with init_from"
     hf.write_run(newest.with_weights(weights), output, dataset=dataset)
     return chosen
 

@@ -51,11 +51,13 @@ def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("options", "steps"), [("", (1, 2, 3)), ("--last 2", (2, 3)), ("--steps 3 1", (1, 3))])
-def test_tensors_are_the_mean_to_the_last_bit(run, tmp_path, capsys, options: str, steps: tuple[int, ...]) -> None:
-    assert average.main(["--run", str(run), "--output", str(tmp_path / "mean"), *options.split()]) == 0
+def test_tensors_are_the_mean_to_the_last_bit(run, tmp_path, capsys, monkeypatch, options, steps) -> None:
+    monkeypatch.chdir(run)
+    assert average.main(["--run", ".", "--output", str(tmp_path / "mean"), *options.split()]) == 0
     ours, state = load_weights(tmp_path / "mean")
     each = [load_weights(run / f"checkpoints/step-{step:08d}")[0] for step in steps]
     assert state["step"] == 0 and ours.keys() == each[0].keys()
+    assert f"the mean of steps {list(steps)} of run: " in state["dataset"]
     for name, weight in ours.items():
         mean = np.mean([weights[name].numpy() for weights in each], axis=0, dtype=np.float64).astype(np.float32)
         assert weight.numpy().tobytes() == mean.tobytes(), name
