@@ -97,16 +97,16 @@ class Mirror:
     def restore(self) -> None:
         """Download the newest complete checkpoint, the best one and the run's other files, unless the run folder has a
         checkpoint as new. Raises Failed if the store fails, ValueError if the store has checkpoints but none is
-        usable."""
+        usable, nor is one in the run folder."""
         files = list(storage.list_objects(self.url))
         if not (steps := self._whole_steps(files)):
             return
         self._refuse_other_run(files)
-        here = sorted(path.name for path in self.run_dir.glob("checkpoints/step-*"))
-        if here and here[-1] >= steps[-1]:
-            return
+        here = max((path.name for path in self.run_dir.glob("checkpoints/step-*")), default="")
         reasons = []
         for step in reversed(steps):
+            if here >= step:
+                break
             if reason := self._fetch_step(step):
                 reasons.append(reason)
                 continue
@@ -125,7 +125,11 @@ class Mirror:
                 log.warning(f"{'; '.join(reasons)}: going back to {step}")
             log.info(f"{self.url}: {step} is copied to {self.run_dir}")
             return
-        raise ValueError(f"checkpoint.mirror={self.url}: no usable checkpoint ({'; '.join(reasons)}); set another URL")
+        why = "; ".join(reasons)
+        if not here:
+            raise ValueError(f"checkpoint.mirror={self.url}: no usable checkpoint ({why}); set another URL")
+        if why:
+            log.warning(f"{why}: going back to {here}")
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints in the store, oldest first. Raises Failed if the store fails."""

@@ -217,6 +217,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(proxy: Proxy, tmp_path
     opened(url, tmp_path / "other").lock.release()
     assert [path.name for path in (tmp_path / "other").glob("checkpoints/step-*")] == ["step-00000005"]
     assert f"{place} is damaged: going back to step-00000005" in capsys.readouterr().err
+    folder = checkpoint(tmp_path / "newer", 6)  # than the one before
+    opened(url, tmp_path / "newer").lock.release()
+    assert [path.name for path in folder.parent.glob("step-*")] == [folder.name]
+    assert (tmp_path / "newer/metrics.jsonl").read_text() == '{"step": 6}\n'
     storage.remove(place)
     storage.remove(place.replace("8/", "5/"))
     with pytest.raises(ValueError, match="no usable checkpoint"):
