@@ -119,13 +119,18 @@ def main(argv: list[str] | None = None) -> None:
     add("--head", default="", metavar="DIGEST", help="published head, also of an earlier step")
     args = parser.parse_args(argv)
     run, folder = Path(args.run), checkpoints_folder(args.run)
-    entries = chain.read(folder)
-    *_, last = entries
-    published = [entry["step"] for entry in entries if entry["sha256"] == args.head]
-    if args.head and not published:
-        raise ValueError(f"{run}: the chain has no entry {args.head}: it is not the run whose head was published")
-    uncovered = check_logs(run, entries)
-    steps, state = check_checkpoints(run, entries)
+    while True:
+        *_, last = entries = chain.read(folder)
+        published = [entry["step"] for entry in entries if entry["sha256"] == args.head]
+        if args.head and not published:
+            raise ValueError(f"{run}: the chain has no entry {args.head}: it is not the run whose head was published")
+        try:
+            uncovered = check_logs(run, entries)
+            steps, state = check_checkpoints(run, entries)
+            break
+        except ValueError:
+            if chain.read(folder)[-1] == last:
+                raise  # else the run is in training, and has saved and removed checkpoints since
     if "phase_datasets" not in state or state["dataset"].startswith("none, "):
         raise ValueError(f"{run}: was converted or averaged, not trained, so there is no data to verify it by")
     check_config(run, state)

@@ -3,16 +3,19 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megabert import hf, train
+from megabert import checkpoint, hf, train
 from megabert.checkpoint import load_weights
 from megabert.commands import average, convert, export, fill, replay, verify
 from megabert.commands.evaluate import evaluate_run
+from megabert.common import chain
 from megabert.common.files import canonical
 from megabert.config import Config, replace
 from megabert.data import mixture, shards
@@ -72,6 +75,23 @@ def test_verified_data_is_named_without_a_password(monkeypatch) -> None:
     monkeypatch.setattr(shards, "verify", lambda folder: [])
     state = {"config": {"data": {"path": "data"}}, "phase_datasets": ["f"]}
     assert verify.check_data(state, [dataset.place]) == "3 rows of https://host/data"
+
+
+def test_a_run_in_training_is_verified(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """It saves a checkpoint, and removes one, while its files are read."""
+    now = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.rmtree(now / "checkpoints/step-00000003")
+    chain.cut(now / "checkpoints", 2)
+    kept = checkpoint.kept_manifests
+
+    def save(folder: Path) -> Iterator[dict[str, Any]]:
+        shutil.copytree(run, folder, dirs_exist_ok=True)
+        shutil.rmtree(folder / "checkpoints/step-00000001", ignore_errors=True)
+        return kept(folder)
+
+    monkeypatch.setattr(checkpoint, "kept_manifests", save)
+    assert verify.main([str(now)]) == 0
+    assert "checkpoints  of steps 2, 3: every file as it was saved" in capsys.readouterr().out
 
 
 def test_every_reader_takes_the_mean(world: World, run: Path, tmp_path: Path) -> None:
