@@ -10,7 +10,7 @@ from typing import Any
 from megabert.checkpoint.format import MANIFEST, read_manifest
 from megabert.common import storage
 from megabert.common.logs import log
-from megabert.common.run_files import TOKENIZER_FILES
+from megabert.common.run_files import TOKENIZER_FILES, checkpoint_name, saved_steps
 from megabert.config import Config, ScheduleConfig, flat, list_phases, phase_at
 from megabert.data.masking import held_out_masking
 from megabert.data.shards import Manifest as DataManifest
@@ -151,7 +151,7 @@ def refuse_other_tokenizer(config: Config, state: Mapping[str, Any], manifest: D
 def _newest_state(source: Path) -> dict[str, Any]:
     """The state of a checkpoint folder, or of a run folder's newest checkpoint, without verifying its files; {} if
     there is none. Raises DamagedCheckpoint."""
-    folders = [source, *sorted(source.glob("checkpoints/step-*"), reverse=True)]
+    folders = [source, *(source / "checkpoints" / checkpoint_name(step) for step in reversed(saved_steps(source)))]
     newest = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
     return read_manifest(newest)["state"] if newest else {}
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megabert.checkpoint.format import MANIFEST, StoredTensors, has_moments
-from megabert.checkpoint.store import STEP, Checkpoints, committed_step
+from megabert.checkpoint.store import Checkpoints, committed_step
 from megabert.common import errors
-from megabert.common.run_files import checkpoint_name
+from megabert.common.run_files import STEP, checkpoint_name
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import RankError, discover, on_every_rank
 from megabert.engine.zero_layout import START, WEIGHT, ParameterSlice, Snapshot

@@ -30,7 +30,7 @@ from megabert.common import chain, storage
 from megabert.common.errors import Failed, describe
 from megabert.common.files import replace_folder, sync, write_atomically
 from megabert.common.logs import log
-from megabert.common.run_files import BESIDE, BEST, checkpoint_name
+from megabert.common.run_files import BESIDE, BEST, checkpoint_name, saved_steps
 from megabert.common.run_files import IN_CHECKPOINT as STEP
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World, on_main_long
@@ -102,7 +102,7 @@ class Mirror:
         if not (steps := self._whole_steps(files)):
             return
         self._refuse_other_run(files)
-        here = max((path.name for path in self.run_dir.glob("checkpoints/step-*")), default="")
+        here = max(map(checkpoint_name, saved_steps(self.run_dir)), default="")
         reasons = []
         for step in reversed(steps):
             if here >= step:
@@ -250,7 +250,7 @@ class Mirror:
         began = time.monotonic()
         files = list(storage.list_objects(self.url))
         folder, uploaded = self.run_dir / "checkpoints", False
-        here = sorted((path.name for path in folder.glob("step-*")), reverse=True)
+        here = [checkpoint_name(step) for step in reversed(saved_steps(self.run_dir))]
         for step in here:
             try:
                 manifest = (folder / step / MANIFEST).read_bytes()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import shutil
 import time
@@ -37,7 +36,7 @@ from megabert.common.background import BackgroundTask
 from megabert.common.errors import OK, Failed, describe, exit_code, with_retries
 from megabert.common.files import canonical, compact, replace_folder, sync, write_atomically
 from megabert.common.logs import log
-from megabert.common.run_files import BEST, CONFIG, SINK_IDS, SLOW_RANKS, TOKENIZER_FILES, checkpoint_name
+from megabert.common.run_files import BEST, CONFIG, SINK_IDS, SLOW_RANKS, STEP, TOKENIZER_FILES, checkpoint_name
 from megabert.config import CheckpointConfig
 from megabert.distributed.ranks import World, on_main, on_main_long, raise_on_all_ranks
 
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from megabert.engine import Engine, Snapshot
 
 T = TypeVar("T")
-STEP = re.compile(r"step-(\d{8,})")
 POINTER = "pointer.json"
 SAVING = ".saving-"  # prefix of folders that are not committed yet, or are being removed
 REPLACED = ".replaced-"  # prefix of a checkpoint that is being replaced by another of the same step

@@ -16,7 +16,7 @@ from megabert.common.arguments import Parser
 from megabert.common.errors import command
 from megabert.common.files import refuse_existing
 from megabert.common.logs import log
-from megabert.common.run_files import CONFIG, checkpoint_name, checkpoints_folder
+from megabert.common.run_files import CONFIG, checkpoint_name, checkpoints_folder, saved_steps
 
 if TYPE_CHECKING:
     from megabert.hf import Pretrained
@@ -26,7 +26,7 @@ def average(run: str | Path, output: str | Path, last: int = 0, steps: Sequence[
     """Write the run folder `output` with the mean, computed in fp64, of the newest `last` checkpoints (0: all) or of those of `steps`;
     returns the steps. Raises ValueError naming a checkpoint that is missing or of another model, without writing anything."""
     folder = checkpoints_folder(run)
-    known = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    known = saved_steps(Path(run))
     chosen = sorted(set(steps)) or known[-last:]
     if missing := sorted(set(chosen) - set(known)):
         raise ValueError(f"--steps {missing[0]}: {folder} has no such checkpoint; it has {', '.join(map(str, known))}")

@@ -23,7 +23,7 @@ from megabert.common.errors import OK, command, interrupted
 from megabert.common.files import atomic_folder, files_below, refuse_existing, write_tensors
 from megabert.common.hub_upload import MAIN, Repository
 from megabert.common.logs import log
-from megabert.common.run_files import checkpoints_folder
+from megabert.common.run_files import checkpoint_name, checkpoints_folder, saved_steps
 from megabert.common.storage import is_url
 from megabert.hf.hub import model_folder
 
@@ -141,7 +141,10 @@ def export_run(args: argparse.Namespace, source: Path, output: Path, name: str) 
 def push(args: argparse.Namespace, write_folder: Callable[[argparse.Namespace, Path, Path, str], str]) -> None:
     """Export to the hub, one folder at a time on the disk: the model, or each kept checkpoint of a run as a branch and the newest as
     `main` too. The folder --output, if any, is written last, so that the same command completes a push that was killed."""
-    sources = sorted(checkpoints_folder(args.model).glob("step-*")) if args.revisions else [Path(args.model)]
+    sources = [Path(args.model)]
+    if args.revisions:
+        kept = checkpoints_folder(args.model)
+        sources = [kept / checkpoint_name(step) for step in saved_steps(kept.parent)]
     repository = Repository(args.push, args.private)
     for source in sources:
         newest = source == sources[-1]

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megabert.common import chain
 from megabert.common.arguments import Parser
 from megabert.common.errors import INTERRUPTED, OK, command
-from megabert.common.run_files import CONFIG, METRICS, as_json, checkpoint_name, checkpoints_folder, json_lines
+from megabert.common.run_files import (
+    CONFIG,
+    METRICS,
+    as_json,
+    checkpoint_name,
+    checkpoints_folder,
+    json_lines,
+    saved_steps,
+)
 
 if TYPE_CHECKING:
     from megabert.config import Config
@@ -58,7 +66,7 @@ def interval(run: Path, begin: int | None, end: int | None, data: str) -> Interv
             f"{run}: has no updates to repeat; it was converted, averaged or saved from Python, not trained"
         )
     end = newest if end is None else end
-    kept = sorted(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*"))
+    kept = saved_steps(run)
     begin = max((step for step in kept if step < end), default=0) if begin is None else begin
     if begin not in (0, *kept):
         raise ValueError(f"--from {begin}: {run} has checkpoints of steps {', '.join(map(str, kept))}; 0 is its start")

@@ -18,6 +18,7 @@ TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "tokenizer.json")
 METRICS, SAMPLES, STARTS, TROUBLE = "metrics.jsonl", "samples.jsonl", "starts.jsonl", "trouble.jsonl"
 SLOW_RANKS = "slow-ranks.json"  # the slow ranks at the newest log line; absent while there are none
 BEST = "best"  # link to the checkpoint with the lowest held-out loss, of a run with `eval.patience`
+STEP = re.compile(r"step-(\d{8,})")
 # a file of a checkpoint, relative to the run: the checkpoint's name and its own
 IN_CHECKPOINT = re.compile(r"checkpoints/(step-\d{8,})/([^/]+)")
 # a file of a run in a store besides checkpoints and locks; other runs may be below the same URL
@@ -39,10 +40,16 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def saved_steps(run: Path) -> list[int]:
+    """Steps of a run's checkpoints, oldest first. Another folder there, such as a copy `step-00001000-mine`, is none."""
+    matches = (STEP.fullmatch(path.name) for path in run.glob("checkpoints/step-*"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
 def holds_checkpoint(folder: Path) -> bool:
     """Whether a folder is a run with a checkpoint, or a checkpoint."""
     alone = folder.resolve().name.startswith("step-") and (folder / "manifest.json").is_file()
-    return alone or any(folder.glob("checkpoints/step-*"))
+    return alone or bool(saved_steps(folder))
 
 
 def read_step(line: str | bytes) -> float:

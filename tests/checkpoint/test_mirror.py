@@ -85,6 +85,7 @@ def test_kept_and_best_checkpoints_survive_an_empty_disk(proxy: Proxy, tmp_path:
     url, settings = "s3://runs/kept", {"keep": 2, "keep_every": 10}
     first = opened(url, tmp_path / "first", 10, 13, 17, 20, 25, best=13, **settings)
     (tmp_path / "first/hang-0.txt").write_text("stacks of this machine")
+    shutil.copytree(tmp_path / "first/checkpoints/step-00000025", tmp_path / "first/checkpoints/step-00000025-mine")
     first.upload()
     assert steps(url) == [10, 13, 17, 20, 25]
     shutil.rmtree(tmp_path / "first/checkpoints/step-00000017")  # as the run does by its rules

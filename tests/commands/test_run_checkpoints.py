@@ -50,6 +50,7 @@ print("equal")
 def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("push") / "run"
     trained(world, folder, *THREE)
+    shutil.copytree(folder / "checkpoints/step-00000002", folder / "checkpoints/step-00000002-mine")
     return folder
 
 
