@@ -104,7 +104,7 @@ def settings(config: Config, world_size: int, extra: Mapping[str, Any]) -> dict[
         merged["zero_optimization"] = merged["zero_optimization"] | {"compute_grad_norm": False}
         if precision != "fp32":
             merged["bf16"] = merged["bf16"] | {"check_grad_overflow": False}
-    if stage == 0:
+    if stage == 0 and precision != "fp32":
         # `engine._do_optimizer_sanity_check` refuses it at stage 0, where torch itself accumulates in fp32 (grad_dtype).
         merged.pop("data_types", None)
     return merged
@@ -137,9 +137,10 @@ def naming_option(extra: Mapping[str, Any], settings: RecordedSettings) -> Itera
     in the block."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
+    kinds = DeepSpeedConfigError, AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError
     try:
         yield
-    except (DeepSpeedConfigError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except kinds as error:
         if not extra:
             raise
         text = " ".join(str(error).split()) or type(error).__name__

@@ -235,6 +235,12 @@ def test_a_users_deepspeed_file_only_adds_keys() -> None:
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, r"offload_param is not for .*remove it"),
         ({"zero_optimization": {"cpu_offload": True}}, r"cpu_offload is not for .*remove it"),
         ({"bfloat16": {"enabled": True}}, "bfloat16 is not for this file; remove it and set precision"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast is not for this file; remove it and set precision"),
+        ({"bf16": {"immediate_grad_update": True}}, r"bf16\.immediate_grad_update is not for .*remove it"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op is not for .*remove it: a gradient is the mean"),
+        ({"activation_checkpointing": {}}, r"activation_checkpointing is not .* set model\.activation_checkpointing"),
+        ({"compile": {"deepcompile": True}}, r"compile is not for .* set ops\.layer=compiled"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency is not for .* set phases"),
         ({"managed_gradient_accumulation": False}, r"managed_gradient_accumulation is not for .*remove it"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -240,6 +240,7 @@ def test_losses_do_not_depend_on_ranks_or_stage() -> None:
         ({"sparse_gradients": True}, "refuses it .*Sparse"),
         ({"zero_optimization": {"nonsense": 3}}, "refuses it .*nonsense: Extra inputs are not permitted"),
         ({"flops_profiler": 3}, "refuses it .*'int' object"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "refuses it .*grad_accum_dtype=torch.bfloat16"),
         (
             {"dump_state": False, "prescale_gradient": True},
             r"has no prescale_gradient; did you mean prescale_gradients\?",
@@ -247,7 +248,7 @@ def test_losses_do_not_depend_on_ranks_or_stage() -> None:
     ],
 )
 def test_what_deepspeed_refuses_is_one_line(extra: dict[str, Any], said: str, world: World) -> None:
-    cfg = tiny.config()
+    cfg = tiny.config(zero__stage=0)
     with pytest.raises(ValueError, match=f"^--deepspeed_config: DeepSpeed {said}") as caught:
         Engine(cfg, tiny.model(cfg), world, extra)
     assert "\n" not in str(caught.value)
