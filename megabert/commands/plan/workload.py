@@ -201,7 +201,10 @@ def report(
     """The plan as text, phase by phase, with the largest memory of a phase; with `memory_gib` also the largest micro-batch that fits,
     with `this_cpu` the time on this machine. Raises ValueError naming a value that contradicts another."""
     phases, lines, largest, named = list_phases(config), [], (0.0, config, 0), bool(config.phases)
-    before = 0
+    planned = replace(fit_micro_size(config, world_size), "precision", planned_precision(config))
+    merged = merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config")
+    given = merged["zero_optimization"].get("reduce_bucket_size")
+    before, bucket = 0, given if isinstance(given, int | float) else BUCKET
     for number, phase in enumerate(phases, 1):
         manifest = read_manifest_or_none(phase.config)
         config = with_vocabulary(fit_micro_size(phase.config, world_size), manifest)
@@ -215,12 +218,10 @@ def report(
             lines.append(f"rows     {assumed}")
         if this_cpu:
             lines.append(f"time     {cpu_time(config, update.flops(config), steps, share)}")
-        memory = needed(config, update.seq_len, world_size)
+        memory = needed(config, update.seq_len, world_size, bucket)
         largest = max(largest, (memory, config, update.seq_len), key=lambda of: of[0])
     _, config, seq_len = largest
-    planned = replace(config, "precision", planned_precision(config))
-    merged = merge_deepspeed(to_deepspeed(planned, world_size), dict(deepspeed_extra or {}), "--deepspeed_config")
-    lines += ["", *_memory(config, seq_len, world_size, memory_gib)]
+    lines += ["", *_memory(config, seq_len, world_size, memory_gib, bucket)]
     return "\n".join([*lines, "", "DeepSpeed's configuration", json.dumps(merged, indent=2)])
 
 
@@ -280,30 +281,30 @@ def resident(config: Config, stage: int, world_size: int) -> dict[str, float]:
     return states(padded_parameters(config.model), planned_precision(config), stage, world_size, one_moment)
 
 
-def bucket_bytes(config: Config) -> float:
-    """Buffers of stages 1 to 3 while gradients are reduced; stage 1 in bf16 reduces in place."""
+def bucket_bytes(config: Config, bucket: float = BUCKET) -> float:
+    """Buffers of `bucket` elements of stages 1 to 3 while gradients are reduced; stage 1 in bf16 reduces in place."""
     if config.zero.stage == 0 or (config.zero.stage == 1 and config.precision != "fp32"):
         return 0.0
-    return BUCKET * GRADIENT_BYTES
+    return bucket * GRADIENT_BYTES
 
 
-def needed(config: Config, seq_len: int, world_size: int) -> float:
+def needed(config: Config, seq_len: int, world_size: int, bucket: float = BUCKET) -> float:
     """Bytes on one GPU."""
     on_gpu = sum(resident(config, config.zero.stage, world_size).values())
-    return on_gpu + bucket_bytes(config) + activations(config, seq_len)
+    return on_gpu + bucket_bytes(config, bucket) + activations(config, seq_len)
 
 
-def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float) -> int:
+def largest_micro_size(config: Config, seq_len: int, world_size: int, memory_gib: float, bucket: float = BUCKET) -> int:
     """The largest `batch.micro_size` that fits a GPU, 0 if none does; it divides a rank's share if the shares are equal."""
     share, uneven = -(-config.batch.global_size // world_size), config.batch.global_size % world_size
     sizes = [n for n in range(1, share + 1) if uneven or share % n == 0]
     room = (1 - SPARE) * memory_gib * GIB
-    used = functools.partial(needed, seq_len=seq_len, world_size=world_size)
+    used = functools.partial(needed, seq_len=seq_len, world_size=world_size, bucket=bucket)
     fitting = bisect.bisect_right(sizes, room, key=lambda n: used(replace(config, "batch.micro_size", n)))
     return sizes[fitting - 1] if fitting else 0
 
 
-def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | None) -> list[str]:
+def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | None, bucket: float) -> list[str]:
     kept = activations(config, seq_len)
     lines = [
         f"memory a GPU, GiB: {padded_parameters(config.model) / 1e6:.1f} M parameters in {planned_precision(config)},"
@@ -317,16 +318,16 @@ def _memory(config: Config, seq_len: int, world_size: int, memory_gib: float | N
         mark = "  <- this run" if stage == config.zero.stage else ""
         lines.append(f"{stage:>4}{numbers}{sum(cells):>9.2f}{mark}")
     lines.append(
-        f"stages 1 to 3 need {BUCKET * GRADIENT_BYTES / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
+        f"stages 1 to 3 need {bucket * GRADIENT_BYTES / GIB:.2f} more while gradients are reduced (DeepSpeed's reduce_bucket_size),"
         " stage 1 in bf16 nothing"
     )
     if memory_gib is None:
         return lines
-    micro = largest_micro_size(config, seq_len, world_size, memory_gib)
+    micro = largest_micro_size(config, seq_len, world_size, memory_gib, bucket)
     if not micro:
         advice = "take zero.stage 2 or 3 or model.activation_checkpointing"
         return [*lines, f"no micro-batch fits {memory_gib:g} GiB; {advice}"]
     best = replace(config, "batch.micro_size", micro)
     largest = f"largest micro-batch for {memory_gib:g} GiB, {SPARE:.0%} left free: batch.micro_size={micro}"
-    takes = f"{needed(best, seq_len, world_size) / GIB:.1f} GiB"
+    takes = f"{needed(best, seq_len, world_size, bucket) / GIB:.1f} GiB"
     return [*lines, f"{largest}, {takes}, {accumulation(best, world_size)} micro-steps an update"]

@@ -279,6 +279,9 @@ def test_buckets_and_moments_on_a_gpu() -> None:
     for (precision, stage), expected in sizes.items():
         assert workload.bucket_bytes(base(f"precision={precision}", f"zero.stage={stage}")) == expected
     assert "stages 1 to 3 need 1.86 more" in workload.report(base("precision=bf16"), 8)
+    small = {"zero_optimization": {"reduce_bucket_size": 50_000_000}}
+    text = workload.report(base("zero.stage=2"), 8, 4, small)  # of the usual size batch.micro_size=8 is the largest
+    assert "stages 1 to 3 need 0.19 more" in text and "batch.micro_size=16, 3.1 GiB" in text
     muon, single = base("optimizer.name=muon"), 12 * 12 * 768**2
     for stage, ranks in ((0, 1), (1, 8), (3, 8)):
         less = workload.resident(base(), stage, 8)["moments"] - workload.resident(muon, stage, 8)["moments"]
