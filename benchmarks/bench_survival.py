@@ -72,8 +72,7 @@ def main() -> int:
     add("--only", default="", metavar="TEXT", help="only cases with TEXT in their names")
     add("--soak", type=int, default=0, metavar="UPDATES", help="updates of the long run")
     add("--restarts", type=int, default=30, help="restarts of the long run")
-    kinds = "kills of ranks and keepers of jobs that restart in place"
-    add("--in-place", type=int, default=0, metavar="KILLS", help=kinds)
+    add("--in-place", type=int, default=0, metavar="KILLS", help="kills of ranks and keepers of train --in-place")
     add("--recovery", type=int, default=0, metavar="KILLS", help="timed kills each way; on a quiet machine")
     add("--data", type=Path, help="dataset folder; default: Python's documentation, built now")
     add("--seed", type=int, default=1)

@@ -39,16 +39,11 @@ def band(bits: list[float], result: float) -> float | None:
     """The smallest of BANDS that contains a result; None without one. Raises ValueError for a single seed, which has no band."""
     from scipy.stats import t
 
-    check_seeds(len(bits))
+    if len(bits) < 2:
+        raise ValueError("the record has one seed, so it has no band; train more with benchmarks/speedrun.py --seeds")
     deviation = statistics.stdev(bits) * math.sqrt(1 + 1 / len(bits))
     within = 1 - 2 * t.sf(abs(result - statistics.fmean(bits)) / deviation, len(bits) - 1)
     return next((share for share in BANDS if within <= share), None)
-
-
-def check_seeds(seeds: int) -> None:
-    """Raises ValueError for a single seed, which has no band."""
-    if seeds < 2:
-        raise ValueError("the record has one seed, so it has no band; train more with benchmarks/speedrun.py --seeds")
 
 
 def main() -> int:
@@ -63,8 +58,9 @@ def main() -> int:
     add("--share", type=float, default=1.0, help="share of the budget; below 1 nothing is compared")
     args = parser.parse()
     entry, recipe = Records(args.records).find(args.record)
+    bits = [seed["bits"] for seed in entry["seeds"].values()]
     if args.share == 1:
-        check_seeds(len(entry["seeds"]))  # before the budget is spent
+        band(bits, bits[0])  # that there is one, before the budget is spent
     data = dataset.prepare(args.run, args.text, recipe.vocabulary)
     for name, digest in data.identity().items():
         if digest != entry["data"][name] and name == "documents":
@@ -83,7 +79,7 @@ def main() -> int:
     if args.share != 1:
         print("a trial: not compared")
         return 0
-    inside = band([seed["bits"] for seed in entry["seeds"].values()], result["bits"])
+    inside = band(bits, result["bits"])
     where = f"inside the {inside:.0%} band" if inside else f"outside the {BANDS[-1]:.0%} band"
     print(f"{where} of {records.with_spread(entry, 'bits', '.4f')}, {records.mean(entry, 'tokens') / 1e6:.2f} M tokens")
     return 0 if inside and inside <= 0.95 else 1

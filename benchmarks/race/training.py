@@ -82,8 +82,7 @@ def train_peer(recipe: RaceRecipe, track: Track, data: RaceData, run: Path, seed
     hardware.call(command, track.cores, run.with_name(f"{run.name}.log"))
     finished = json.loads((run / "finished.json").read_text())
     points = tuple(CurvePoint(**point, folder=run / f"step-{point['step']:08d}") for point in finished["points"])
-    spans = [(b.tokens - a.tokens, b.seconds - a.seconds) for a, b in pairwise(points)]
-    rates = [tokens / seconds for tokens, seconds in spans if seconds]
+    rates = [(b.tokens - a.tokens) / (b.seconds - a.seconds) for a, b in pairwise(points) if b.seconds > a.seconds]
     return Trained(hardware.shown(command), points, median(rates), finished["config"])
 
 

@@ -229,7 +229,7 @@ def test_a_result_lies_in_a_band_of_the_seeds() -> None:
 
 def test_a_record_without_a_band_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Records(tmp_path / "records.json")
-    kept.entry(track_of("3min-2cores"), recipes.load("plain"), DATA)["seeds"]["42"] = {"date": "2026-01-01"}
+    kept.entry(track_of("3min-2cores"), recipes.load("plain"), DATA)["seeds"]["42"] = {"date": "", "bits": 2.0}
     kept.write()
     monkeypatch.setattr("sys.argv", ["reproduce.py", "3min-2cores/plain", "--records", str(kept.path)])
     monkeypatch.setattr(dataset, "prepare", lambda *_: pytest.fail("its budget is spent"))
