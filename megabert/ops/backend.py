@@ -127,8 +127,9 @@ def _obstacle(op: str, name: str, device: str, dtype: torch.dtype, head_size: in
                 return f"{kind} is for compute capability 9, not {capability[0]}"
             if not importlib.util.find_spec("flash_attn_interface"):
                 return f"{kind} needs flash_attn_interface, which its project's hopper/ folder builds"
-        if name == "native" and (head_size > 64 or head_size % 8):
-            return f"native attention takes heads of at most 64 columns, a multiple of 8, not {head_size}"
+        most = 64 if name == "native" else 256
+        if head_size > most or head_size % 8:
+            return f"{kind} takes heads of at most {most} columns, a multiple of 8, not {head_size}"
     return _compiler(device) if name == "compiled" else ""
 
 

@@ -107,7 +107,7 @@ def test_compiled_on_cuda_needs_a_c_compiler(compiler: str, reason: str, monkeyp
     assert reason in found and bool(found) == bool(reason)
 
 
-def test_what_native_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "MISSING", "")
     monkeypatch.setattr(backend, "has_kernel", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -120,6 +120,9 @@ def test_what_native_attention_on_cuda_cannot_take_is_named(monkeypatch: pytest.
         with pytest.raises(ValueError, match=f"cannot run on cuda in .*: native attention {reason}"):
             ops.choose("attention", "native", "cuda", dtype, head_size=size)
         assert ops.choose("attention", "native", "cpu", torch.bfloat16, head_size=size).name == "native"
+    # torch's kernels check the same (flash_attn/flash_api.cpp)
+    for size, chosen in ((128, "varlen"), (26, "sdpa"), (264, "sdpa")):
+        assert ops.choose("attention", "auto", "cuda", torch.bfloat16, head_size=size).name == chosen
 
 
 @pytest.mark.parametrize(
