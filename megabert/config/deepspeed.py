@@ -23,6 +23,8 @@ CONFIG_KEYS = {
     "zero_optimization.offload_param": "remove it: the weights stay on the device",
     "zero_optimization.cpu_offload": "remove it: the optimizer's state stays on the device",
     "zero_optimization.cpu_offload_param": "remove it: the weights stay on the device",
+    "zero_optimization.stage3_module_granularity_threshold": "remove it: a module's weights are gathered at its own calls",
+    "zero_optimization.zenflow": "remove it: the optimizer is optimizer.name",
     "managed_gradient_accumulation": "remove it: an update's micro-steps are DeepSpeed's",
 }
 

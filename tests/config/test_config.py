@@ -234,6 +234,8 @@ def test_a_users_deepspeed_file_only_adds_keys() -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r"offload_optimizer is not for .*remove it"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, r"offload_param is not for .*remove it"),
         ({"zero_optimization": {"cpu_offload": True}}, r"cpu_offload is not for .*remove it"),
+        ({"zero_optimization": {"stage3_module_granularity_threshold": 9}}, "_threshold is not for .*remove it"),
+        ({"zero_optimization": {"zenflow": {}}}, "zenflow is not for .*remove it"),
         ({"bfloat16": {"enabled": True}}, "bfloat16 is not for this file; remove it and set precision"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast is not for this file; remove it and set precision"),
         ({"bf16": {"immediate_grad_update": True}}, r"bf16\.immediate_grad_update is not for .*remove it"),
