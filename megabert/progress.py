@@ -10,14 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from megabert.common.errors import USER_ERROR
 from megabert.common.logs import log
 from megabert.config import Config, Phase, list_phases, phase_at
+from megabert.distributed.ranks import RankError
 from megabert.optim.rate_record import RateRecord
 from megabert.optim.schedule import limit_reached, phase_rate, share_used
 
 if TYPE_CHECKING:
     from megabert.workload import Workload
 
+POSTPONED = 2  # starts that may postpone one evaluation
 MOST_UNREAD = 64  # maximum number of updates whose results the host has not read from the device
 
 
@@ -38,8 +41,8 @@ class TrainState:
     best_step: int = -1
     best_loss: float = 0.0
     since_best: int = 0
-    # an evaluation after `step` updates is due that a stop did not leave time for, and the longest one so far in seconds
-    evaluation_owed: bool = False
+    # starts at which an evaluation after `step` updates was due but not made, and the longest one so far in seconds
+    evaluation_owed: int = 0
     evaluation_seconds: float = 0.0
     # training times at the newest checkpoint and the newest log line
     saved_seconds: float = 0.0
@@ -64,6 +67,15 @@ class TrainState:
         """Why training ends, in words."""
         ends = f"the held-out loss did not improve in {self.since_best} evaluations, so training ends"
         return f"step {self.step:,}: {ends}; the lowest is {self.best_loss:.4f}"
+
+    def postpone_evaluation(self, left: float) -> None:
+        """Leave an evaluation to the next start, since `left` seconds do not suffice. Raises RankError where they did not at the last
+        two starts either, without an update in between."""
+        why = f"{left:.0f} s left, the longest took {self.evaluation_seconds:.0f} s"
+        if self.evaluation_owed > POSTPONED:
+            why = f"no start has time to evaluate: {why}; set fewer eval.rows, or a longer time limit"
+            raise RankError(f"step {self.step:,}: {why}", USER_ERROR)
+        log.info(f"step {self.step:,}: evaluation postponed to the next start: {why}")
 
     def forget_missing_best(self, steps: Sequence[int]) -> None:
         """Start the search for the best checkpoint again if it is not among the `steps` that have one."""

@@ -80,12 +80,12 @@ class Trainer:
         self.fresh = saved is None
         if saved is not None:
             self.resume(saved)
-            self.state.evaluation_owed |= ends_early(saved, config)
+            self.state.evaluation_owed = self.state.evaluation_owed or ends_early(saved, config)
         if config.schedule.unit == "minutes":
             self.schedule.rates = RateRecord(run_dir, config, world, self.state.step, fresh=saved is None)
         # sinks write on rank 0 only, and drop log lines after step `at`
         at, folder = self.state.step or min(checkpoints.saved_step, 0), run_dir if world.is_main else None
-        self.sinks = on_every_rank(world, lambda: Sinks(folder, config, at, self.state.evaluation_owed))
+        self.sinks = on_every_rank(world, lambda: Sinks(folder, config, at, self.state.evaluation_owed > 0))
         self.updates: Any = workload.updates(self.state.cursor, self.state.phase_starts)
         self.profiler = Profiler(run_dir / "profile", world.rank, *profile, self.schedule.updates_left)
 
@@ -259,11 +259,10 @@ class Trainer:
         """Evaluate, unless a stop was requested or the longest evaluation so far would exceed the time limit: then stop, and leave it to
         the next start. Under a time limit the run is saved before the first evaluation, of unknown duration. A collective."""
         state, left, longest = self.state, self.stop.seconds_left, self.state.evaluation_seconds
-        state.evaluation_owed = True
+        state.evaluation_owed += 1
         if not self.stopping and self.world.agree_any(left < longest):
-            self.stopping = REQUESTED
-            why = f"{left:.0f} s left, the longest took {longest:.0f} s"
-            log.info(f"step {state.step:,}: evaluation postponed to the next start: {why}")
+            self.stopping, self.save_due = REQUESTED, True
+            state.postpone_evaluation(left)
         if self.stopping:
             return
         if state.step and self.world.agree_any(not longest and left < math.inf):
@@ -275,7 +274,7 @@ class Trainer:
         """Evaluate, and write the metrics to the sinks. A collective."""
         state, patience, started = self.state, self.config.eval.patience, self.watchdog.clock()
         metrics = self.workload.evaluate(state.step, self.watchdog.progress)
-        state.evaluation_owed = False
+        state.evaluation_owed = 0
         state.evaluation_seconds = max(state.evaluation_seconds, self.watchdog.clock() - started)
         self.save_due |= self.checkpoints.saved_step == state.step  # was saved without the evaluation
         if not metrics:

@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +14,7 @@ from megabert import hf
 from megabert.checkpoint import load_weights
 from megabert.common import chain
 from megabert.common.errors import BadTraining
+from megabert.distributed.ranks import RankError
 from megabert.progress import TrainState
 from megabert.train import main
 from tests.helpers import golden_runs
@@ -92,6 +94,20 @@ def test_an_evaluation_without_time_is_made_later(world, tmp_path, caplog):
     same_state(tmp_path / "straight", tmp_path / "run")
     assert list(logged(tmp_path / "run", "eval/mlm_loss")) == [0, 2, 4, 6, 8]
     assert [entry["step"] for entry in chain.read(tmp_path / "run" / "checkpoints")] == [0, 2, 3, 4, 6, 8]
+
+
+def test_an_evaluation_that_no_start_has_time_for_ends_the_run(world, tmp_path, caplog):
+    """At the third start in a row; one with more time makes it."""
+    trained(world, tmp_path, LOSSES, stop=3)
+    for left, found in ((9.0, "postponed"), (9.0, "postponed"), (9.0, "no start"), (99.0, "reached")):
+        trainer = opened(world, tmp_path, LOSSES, stop=6, left=lambda left=left: left)
+        trainer.state.evaluation_seconds = 50.0
+        with pytest.raises(RankError, match=r"9 s left.* 50 s") if found == "no start" else nullcontext():
+            assert trainer.train() == (found == "reached")
+        trainer.close()
+        assert trainer.state.step == (6 if found == "reached" else 4)
+    assert caplog.text.count("step 4: evaluation postponed to the next start: 9 s left") == 2
+    assert list(logged(tmp_path, "eval/mlm_loss")) == [0, 2, 4, 6]
 
 
 def test_a_stop_comes_before_the_last_evaluation(world, tmp_path):
