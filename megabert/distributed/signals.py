@@ -137,11 +137,11 @@ class Stop:
 
     def _watch(self, received: int) -> None:
         """End the process at a second signal, also while the main thread is blocked."""
-        first = _early_request
+        first = None
         while number := int.from_bytes(os.read(received, 1)):
             if number not in SIGNALS:  # of a loader process that ended
                 continue
-            if first is None:
+            if (first := first or _early_request) is None:  # `_leave` may have noted one since this thread started
                 first = time.monotonic()
                 if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
                     logs.write_notice(NOTICE)  # not logged: the main thread may hold the logger's lock

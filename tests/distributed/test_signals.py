@@ -88,6 +88,20 @@ def test_a_late_signal_keeps_the_exit_code(ignored, code):
     assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == code
 
 
+RESTARTED = """
+import os, signal, time
+from megabert.distributed import signals
+signals.Stop()
+signals._early_request = time.monotonic() - 2 * signals.ECHO_SECONDS  # noted while `Stop` took over
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(9)
+"""
+
+
+def test_a_restarted_rank_ends_at_the_second_signal():
+    assert subprocess.run([sys.executable, "-c", RESTARTED], timeout=30).returncode == 128 + signal.SIGTERM
+
+
 STUCK = """
 import socket, sys
 from datetime import timedelta
