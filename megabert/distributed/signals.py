@@ -52,6 +52,7 @@ _early_request: float | None = None
 # Handlers before `install_handlers`, and wakeup descriptors before each `Stop`, in a process that a command was called in.
 _before: dict[signal.Signals, Any] = {}
 _wakeups: list[int] = []
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a forked process' signals are its own
 
 
 def exit_on_signals() -> None:
@@ -127,7 +128,6 @@ class Stop:
         received, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         _wakeups.append(signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False))
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
         threading.Thread(target=self._watch, args=[received], name="second signal", daemon=True).start()
         install_handlers(self._request)
         self._signalled = self._signalled or _early_request
