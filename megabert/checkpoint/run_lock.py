@@ -26,7 +26,7 @@ from pathlib import Path
 from megabert.common.errors import FAILED, Failed, describe, record_exit_code
 from megabert.common.files import add_path_when_full
 from megabert.common.logs import log, write_notice
-from megabert.common.processes import pid_namespace, read_start_time
+from megabert.common.processes import is_hidden, pid_namespace, read_start_time
 from megabert.distributed.ranks import World, on_every_rank, on_main
 
 BEAT = 5.0  # seconds between renewals of the owner's file
@@ -56,7 +56,8 @@ class Owner:
     @property
     def has_ended(self) -> bool:
         """Whether the owner released the lock, or was a process of this machine that has ended."""
-        return self.released or (self.namespace == pid_namespace() and read_start_time(self.pid) != self.started)
+        gone = self.namespace == pid_namespace() and read_start_time(self.pid) != self.started
+        return self.released or (gone and not is_hidden(self.pid))
 
 
 class Ownership:

@@ -27,6 +27,17 @@ def read_start_time(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
+def is_hidden(pid: int) -> bool:
+    """Whether /proc, mounted with `hidepid=2`, hides another user's running process of this namespace."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return not os.path.exists(f"/proc/{pid}")
+    except ProcessLookupError:
+        pass
+    return False
+
+
 def read_status(pid: int) -> list[str]:
     """The fields of a process from its state on (proc(5), field 3); the state of a dead one if it has ended."""
     try:

@@ -223,6 +223,14 @@ def test_of_several_takers_one_wins(tmp_path):
     assert outcomes.count("taken") == 1 and sum(" is in use by pid " in text for text in outcomes) == 3, outcomes
 
 
+def test_an_owner_that_proc_hides_has_not_ended(monkeypatch):
+    """Of another user, where /proc is mounted with hidepid=2."""
+    owner = run_lock.Owner("token", "n", run_lock.pid_namespace(), 2**22 + 1, "1", "")  # a number above all processes
+    assert owner.has_ended
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
+    assert not owner.has_ended
+
+
 def test_a_number_long_past_is_not_taken(tmp_path):
     assert [run_lock._create(tmp_path / f"0000000{n}", OTHER) for n in (7, 7, 6)] == [True, False, False]
     assert os.listdir(tmp_path) == ["00000007"]
