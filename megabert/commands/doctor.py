@@ -196,13 +196,13 @@ def cluster(folder: Path, as_json: bool) -> int:
 
     from megabert.commands import preflight
     from megabert.distributed import ranks as meeting
-    from megabert.distributed import session
+    from megabert.distributed import session, signals
     from megabert.engine.ceiling import matmul_tflops
 
     def command(ranks: session.Session) -> int:
         # a rank that failed before it met the others never comes
         meeting.TIMEOUT, meeting.NOTICE = timedelta(seconds=PREFLIGHT_SECONDS), PREFLIGHT_SECONDS / 2
-        ranks.join()
+        stop = ranks.join(notice=signals.UNSAVED)
         there = folder.is_dir()
         meeting.raise_on_all_ranks(
             ranks.world, "" if there else f"--folder {folder}: no such folder", OK if there else USER_ERROR
@@ -212,7 +212,13 @@ def cluster(folder: Path, as_json: bool) -> int:
         with tempfile.TemporaryDirectory() as stacks:
             watchdog = ranks.watch(Path(stacks), PREFLIGHT_SECONDS)
             watchdog.progress(step=1)  # no time for a start
-            surveyed = preflight.survey(ranks.world, folder, lambda: matmul_tflops(device, dtype), watchdog.progress)
+
+            def done() -> None:
+                watchdog.progress()
+                if ranks.world.agree_any(stop.requested):
+                    raise KeyboardInterrupt
+
+            surveyed = preflight.survey(ranks.world, folder, lambda: matmul_tflops(device, dtype), done)
         lines = preflight.report(ranks.world, *surveyed)
         if ranks.world.is_main:
             show(lines, as_json)

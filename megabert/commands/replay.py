@@ -110,13 +110,15 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     """Repeat the updates in the `folder` of rank 0; returns the exit code."""
     import torch
 
+    from megabert.agreement import REQUESTED
     from megabert.config import replace
     from megabert.distributed.ranks import on_main
+    from megabert.distributed.signals import UNSAVED
     from megabert.metrics import update_metrics
     from megabert.objectives import extras
     from megabert.open_run import open_run
 
-    stop = ranks.join()
+    stop = ranks.join(notice=UNSAVED)
     # as many as in the run, since sums are divided among them
     torch.set_num_threads(of.entries[-1]["threads"])
     folder = Path(ranks.world.broadcast(str(folder)))
@@ -127,7 +129,10 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end, extend=True, extras=extras())
     ranks.errors_may_differ = True
     try:
-        if not trainer.train():
+        for _ in trainer:
+            if trainer.stopping == REQUESTED:
+                return INTERRUPTED
+        if not trainer.finished:
             return INTERRUPTED
         done = trainer.newest
         assert done is not None and done.step == of.end

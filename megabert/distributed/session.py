@@ -17,7 +17,7 @@ from megabert.common.errors import BadTraining
 from megabert.common.logs import log
 from megabert.distributed import ranks, signals
 from megabert.distributed.ranks import RankError, World
-from megabert.distributed.signals import Stop
+from megabert.distributed.signals import NOTICE, Stop
 from megabert.distributed.watchdog import Watchdog
 
 # prefix of the RuntimeError that torch's signal handler raises anywhere in the main thread when a loader worker dies
@@ -49,8 +49,9 @@ class Session:
         only the first rank of each node prints."""
         return self.world.is_main or self.errors_may_differ or (self.joins and self.world.local_rank == 0)
 
-    def join(self, deadline: float | None = None) -> Stop:
-        """Start the process group. From then on a signal, or the `deadline` (seconds since the epoch), requests a stop.
+    def join(self, deadline: float | None = None, notice: bytes = NOTICE) -> Stop:
+        """Start the process group. From then on a signal, or the `deadline` (seconds since the epoch), requests a stop; Ctrl-C prints
+        the `notice`.
 
         A collective. Raises ValueError if torch does not see this machine's GPU, rather than train on the CPU.
         """
@@ -60,7 +61,7 @@ class Session:
         raise_descriptor_limit()
         self.world = ranks.init(self.world)
         _joined.append(self)
-        return Stop(deadline)
+        return Stop(deadline, notice)
 
     def watch(self, folder: Path, timeout_seconds: float) -> Watchdog:
         """Start the watchdog, which writes stacks of hanging ranks to `folder`. A collective."""

@@ -35,8 +35,9 @@ ENVIRONMENT_FD = "MEGABERT_KEEPER_PLACE"
 RESTARTED = "MEGABERT_KEEPER_RESTARTED"
 # Environment variable with the time at which the job started, if ranks restart within it, in seconds since the epoch.
 STARTED = "MEGABERT_JOB_STARTED"
-# Printed after Ctrl-C.
+# Printed after Ctrl-C, and where nothing is saved.
 NOTICE = b"\nstopping: the run is saved after this update; Ctrl-C again ends it at once\n"
+UNSAVED = b"\nstopping after this step; Ctrl-C again ends it at once\n"
 ECHO_SECONDS = 1.0  # a process may receive one request twice: through its process group and from its launcher
 RECENT = 100  # number of updates, and of saves, whose maximum estimates the time of the next one
 LATE = 2  # updates between a request and the stop: reports of an update are gathered during the next one
@@ -117,9 +118,10 @@ def interrupt(number: int, frame: Any) -> None:
 class Stop:
     """`requested` becomes true at a signal, or when the remaining time is needed for saving."""
 
-    def __init__(self, deadline: float | None = None) -> None:
-        """`deadline`: time by which this process must have exited, in seconds since the epoch; None for no limit."""
-        self._deadline = deadline
+    def __init__(self, deadline: float | None = None, notice: bytes = NOTICE) -> None:
+        """`deadline`: time by which this process must have exited, in seconds since the epoch; None for no limit. `notice`: printed
+        after Ctrl-C."""
+        self._deadline, self._notice = deadline, notice
         self._clock = time.time() - time.monotonic()
         self._updates, self._saves, self._uploads = (deque[float](maxlen=RECENT) for _ in range(3))
         share, most = UNKNOWN_SAVE
@@ -144,7 +146,7 @@ class Stop:
             if (first := first or _early_request) is None:  # `_leave` may have noted one since this thread started
                 first = time.monotonic()
                 if number == signal.SIGINT and os.environ.get("LOCAL_RANK", "0") == "0":
-                    logs.write_notice(NOTICE)  # not logged: the main thread may hold the logger's lock
+                    logs.write_notice(self._notice)  # not logged: the main thread may hold the logger's lock
             elif time.monotonic() - first > ECHO_SECONDS:
                 record_exit_code(FAILED)  # for a launch script: nothing was saved
                 os._exit(128 + number)

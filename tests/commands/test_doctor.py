@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megabert.commands import doctor
 from megabert.commands.doctor import Finding
 from megabert.commands.preflight import RankSurvey, check_shared_files, report, survey
 from megabert.distributed.ranks import World
+from megabert.distributed.signals import UNSAVED
 from tests.helpers.ranks import run_ranks
 from tests.integration.conftest import ROOT, command
 
@@ -35,6 +37,12 @@ def test_a_cluster_without_rank_0_is_reported_soon() -> None:
     done = command("-c", code, timeout=100, **peer)
     assert done.returncode == 4 and "rank 1 cannot connect to the other ranks at 127.0.0.1:" in done.stderr
     assert "rank 1: warning: waiting for rank 0 at 127.0.0.1:" in done.stderr
+
+
+def test_ctrl_c_ends_the_report_of_a_cluster(tmp_path, monkeypatch, capfd, own_signals) -> None:
+    monkeypatch.setattr("megabert.engine.ceiling.matmul_tflops", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    assert doctor.main(["--cluster", "--folder", str(tmp_path)]) == 130
+    assert capfd.readouterr().err.strip().splitlines() == [UNSAVED.decode().strip(), "error: interrupted"]
 
 
 def test_this_machine_is_reported_as_it_is() -> None:

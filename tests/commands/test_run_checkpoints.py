@@ -1,6 +1,8 @@
 """Checkpoints of a run: their mean, updates repeated, and pushed to a hub, a stand-in on this machine."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from megabert.common.files import canonical
 from megabert.config import Config, replace
 from megabert.data import mixture, shards
 from megabert.distributed.ranks import World
+from megabert.trainer import Trainer
 from tests.finetune.test_huggingface import problem
 from tests.helpers import finetuned, runs
 from tests.helpers.golden_runs import DATA, SMALL, random_rows, trained
@@ -141,15 +144,20 @@ def test_rates_by_the_clock_need_a_checkpoint(world: World, tmp_path: Path) -> N
         replay.interval(tmp_path / "run", None, None, "")
 
 
-def test_an_extended_run_is_replayed(tmp_path: Path, capsys, own_signals: None) -> None:
+def test_an_extended_run_is_replayed(tmp_path: Path, capfd, own_signals: None, monkeypatch) -> None:
     data, run = str(random_rows(tmp_path / "data", 40, seed=1)), str(tmp_path / "run")
     words = ["--config", "tiny", "--data", data, "--run", run, *SMALL, "checkpoint.interval=1", "checkpoint.keep=5"]
     assert train.main(words) == 0
     assert train.main([*words, "--extend", "schedule.total_steps=3"]) == 0
     assert replay.main([run, "--from", "2", "--to", "3"]) == 0
-    assert "digests of weights of steps 3 to 3 are equal bit for bit" in capsys.readouterr().out
+    assert "digests of weights of steps 3 to 3 are equal bit for bit" in capfd.readouterr().out
     assert replay.main([run, "--from", "1", "--to", "3"]) == 2
-    assert "--from 1 --to 3: the configuration changed at step 2; replay up to it" in capsys.readouterr().err
+    assert "--from 1 --to 3: the configuration changed at step 2; replay up to it" in capfd.readouterr().err
+    started = Trainer.start
+    monkeypatch.setattr(Trainer, "start", lambda self: (started(self), os.kill(os.getpid(), signal.SIGINT)))
+    assert replay.main([run]) == 130
+    output, errors = capfd.readouterr()
+    assert "stopping after this step; Ctrl-C again" in errors and "saved" not in output + errors
 
 
 def test_a_repetition_has_no_tracker_and_no_mirror(tmp_path: Path) -> None:
