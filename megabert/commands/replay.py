@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,12 +107,12 @@ def read_config(run: Path, sha256: str, data: str) -> Config:
     return from_dict(tree)
 
 
-def train_again(of: Interval, folder: Path, ranks: Session) -> int:
+def train_again(of: Interval, folder: Path, ranks: Session, deepspeed_config: str = "") -> int:
     """Repeat the updates in the `folder` of rank 0; returns the exit code."""
     import torch
 
     from megabert.agreement import REQUESTED
-    from megabert.config import replace
+    from megabert.config import read_deepspeed, replace
     from megabert.distributed.ranks import on_main
     from megabert.distributed.signals import UNSAVED
     from megabert.metrics import update_metrics
@@ -126,7 +127,9 @@ def train_again(of: Interval, folder: Path, ranks: Session) -> int:
     config = replace(of.config, "log.seconds", 0.0)
     watchdog = ranks.watch(folder, config.watchdog.timeout_seconds)
     # `extend`: the run may have been finished at `begin` and extended from there
-    trainer = open_run(folder, config, ranks.world, stop, watchdog, stop_after=of.end, extend=True, extras=extras())
+    options: dict[str, Any] = {"stop_after": of.end, "extend": True, "extras": extras()}
+    options["deepspeed_extra"] = read_deepspeed(deepspeed_config)
+    trainer = open_run(folder, config, ranks.world, stop, watchdog, **options)
     ranks.errors_may_differ = True
     try:
         for _ in trainer:
@@ -243,13 +246,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--from", type=int, metavar="A", dest="begin", help="step of a checkpoint, or 0; default: the newest before B")
     add("--to", type=int, metavar="B", dest="end", help="last step; default: that of the newest checkpoint")
     add("--data", default="", metavar="DIR", help="its dataset, if it was moved")
+    add("--deepspeed_config", default="", metavar="FILE", help="JSON with additional DeepSpeed keys, as of the run")
     args = parser.parse_args(argv)
     of = interval(Path(args.run), args.begin, args.end, args.data)
     from megabert.checkpoint import run_lock
     from megabert.distributed import ranks, session
 
     with tempfile.TemporaryDirectory(prefix="megabert-replay-", ignore_cleanup_errors=True) as folder:
-        code = session.run(lambda opened: train_again(of, Path(folder), opened), run_lock.release)
+        again = partial(train_again, of, Path(folder), deepspeed_config=args.deepspeed_config)
+        code = session.run(again, run_lock.release)
         if code == OK and ranks.discover().is_main:
             print(compare(of, Path(folder)))
     return code

@@ -153,6 +153,9 @@ def test_an_extended_run_is_replayed(tmp_path: Path, capfd, own_signals: None, m
     assert "digests of weights of steps 3 to 3 are equal bit for bit" in capfd.readouterr().out
     assert replay.main([run, "--from", "1", "--to", "3"]) == 2
     assert "--from 1 --to 3: the configuration changed at step 2; replay up to it" in capfd.readouterr().err
+    (tmp_path / "more.json").write_text('{"unheard_of": 1}')
+    assert replay.main([run, "--deepspeed_config", str(tmp_path / "more.json")]) == 2
+    assert "--deepspeed_config: DeepSpeed has no unheard_of" in capfd.readouterr().err
     started = Trainer.start
     monkeypatch.setattr(Trainer, "start", lambda self: (started(self), os.kill(os.getpid(), signal.SIGINT)))
     assert replay.main([run]) == 130
