@@ -111,7 +111,10 @@ verdict() {
   codes=" $(find "$1" -type f -exec cat {} + | tr '\n' ' ')"
   if [[ $codes == ' ' ]]; then
     codes=" $2 "
-    if [ "$2" = 0 ]; then codes=" $([ -n "$stopping" ] && echo 85 || echo 4) "; fi # deepspeed's returns 0 if its child was killed
+    case $2$stopping in # deepspeed's is 0 if its child was killed, which leaves no file; on a full disk files are empty
+      0) find "$1" -type f | grep -q . || codes=' 4 ' ;;
+      0*) codes=' 85 ' ;;
+    esac
   fi
   if [[ $codes == *" 3 "* ]]; then
     echo 3

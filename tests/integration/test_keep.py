@@ -90,7 +90,7 @@ if word.endswith("+"):
     (run / "checkpoints/pointer.json").write_text(str(starts))
 own, *ranks = word.rstrip("+").split(":")
 for rank, code in enumerate(ranks):
-    Path(os.environ["MEGABERT_EXIT_DIR"], str(rank)).write_text(code + "\\n")
+    Path(os.environ["MEGABERT_EXIT_DIR"], str(rank)).write_text(code and code + "\\n")
 sys.exit(int(own))
 """
 
@@ -112,6 +112,7 @@ def start_sham(plan: str, run: Path, **env: str) -> subprocess.Popen[str]:
         ("1:2:4 1:4:2 0:0:0", 3, 0),  # one rank's mistake where another saw a fault: its node lacks something
         ("1:3:4", 1, 3),
         ("0:0:4 0:0", 2, 0),  # a launcher that lost a rank and says nothing
+        ("0:", 1, 0),  # finished, and the disk of the codes is full
         ("0 0:0", 2, 0),  # one that lost all before they left a code
         ("0", 3, 4),
     ],
