@@ -61,6 +61,24 @@ forward_signal() { # to the command itself if it has no ranks here: it is one pr
   echo "keep.sh: SIG$1, passed on to $(wc -w <<<"${pids:-$2}") process(es) of this host" >&2 || true
 }
 
+# end_left: let what outlived its launcher on this host save and end: ranks hold the run, and a child of deepspeed's that was stopped
+# early starts them
+end_left() {
+  local turn pid left asked=' '
+  for ((turn = 0; turn <= LONGEST_WAIT; turn++)); do
+    left=$(grep -lsF "MEGABERT_EXIT_DIR=$exits/" /proc/[0-9]*/environ | sed 's/environ$/cmdline/' |
+      xargs -r grep -lsF -e --run | tr -dc '0-9\n') || true # not a tracker's process that still uploads
+    [ -n "$left" ] || return 0
+    for pid in $left; do
+      [[ $asked == *" $pid "* ]] || kill -USR2 "$pid" 2>/dev/null || true
+      asked+="$pid "
+    done
+    sleep 1 || true
+  done
+  # shellcheck disable=SC2086 # a list
+  kill -KILL $left 2>/dev/null || true
+}
+
 exits=$(mktemp -d) || exit 4 # a full disk
 trap 'rm -rf "$exits"' EXIT
 restarts=0
@@ -68,6 +86,7 @@ checkpoint=$(progress)
 while :; do
   attempt "$exits/ranks" "$@"
   case $ended in 0 | 2 | 3) break ;; esac
+  end_left
   [ -z "$stopping" ] || break
   newest=$(progress)
   if [ "$newest" = "$checkpoint" ]; then restarts=$((restarts + 1)); else restarts=0; fi

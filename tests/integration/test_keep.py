@@ -161,8 +161,18 @@ def test_a_launcher_with_ranks_is_not_signalled(env, tmp_path) -> None:
     assert (tmp_path / "saved").exists() and errors.startswith("keep.sh: SIGTERM, passed on to 1 process"), errors
 
 
+def test_ranks_that_outlive_their_launcher_save_before_a_restart(tmp_path) -> None:
+    rank = f'trap "touch saved; exit 85" USR2; touch ready; while [ -d {tmp_path} ]; do sleep 0.05; done'
+    first = f"sh -c '{rank}' rank --run . & until [ -e ready ]; do sleep 0.05; done; touch first; kill -9 $$"
+    again = "[ -e saved ]; echo $? >$MEGABERT_EXIT_DIR/0"
+    act = f"cd {tmp_path}; if [ -e first ]; then {again}; else {first}; fi"
+    end(start("sh", "-c", act, "sham", "--run", tmp_path, RESTART_WAIT="0", MAX_RESTARTS="1"), 0)
+
+
 def test_ranks_that_outlive_their_launcher_do_not_count_later(tmp_path) -> None:
-    orphan = "(until [ -e again ]; do sleep 0.05; done; echo 4 >$MEGABERT_EXIT_DIR/1; touch over)"
+    """Of another host, whose processes keep.sh does not see."""
+    orphan = "until [ -e again ]; do sleep 0.05; done; echo 4 >$0/1; touch over"
+    orphan = f"env -u MEGABERT_EXIT_DIR sh -c '{orphan}' $MEGABERT_EXIT_DIR"
     again = "touch again; until [ -e over ]; do sleep 0.05; done; echo 0 >$MEGABERT_EXIT_DIR/0"
     act = f"cd {tmp_path}; if [ -e first ]; then {again}; else touch first; {orphan} & exit 1; fi"
     end(start("sh", "-c", act, "sham", "--run", tmp_path, RESTART_WAIT="0", MAX_RESTARTS="1"), 0)
