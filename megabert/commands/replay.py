@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabert.common import chain
 from megabert.common.arguments import Parser
-from megabert.common.errors import INTERRUPTED, OK, command
+from megabert.common.errors import FAILED, INTERRUPTED, OK, command
 from megabert.common.run_files import (
     CONFIG,
     METRICS,
@@ -111,9 +111,9 @@ def train_again(of: Interval, folder: Path, ranks: Session, deepspeed_config: st
     """Repeat the updates in the `folder` of rank 0; returns the exit code."""
     import torch
 
-    from megabert.agreement import REQUESTED
+    from megabert.agreement import UNREAD
     from megabert.config import read_deepspeed, replace
-    from megabert.distributed.ranks import on_main
+    from megabert.distributed.ranks import RankError, on_main
     from megabert.distributed.signals import UNSAVED
     from megabert.metrics import update_metrics
     from megabert.objectives import extras
@@ -133,7 +133,9 @@ def train_again(of: Interval, folder: Path, ranks: Session, deepspeed_config: st
     ranks.errors_may_differ = True
     try:
         for _ in trainer:
-            if trainer.stopping == REQUESTED:
+            if trainer.stopping == UNREAD:
+                raise RankError("Broken pipe: stdout or stderr is closed", FAILED)
+            if trainer.stopping:
                 return INTERRUPTED
         if not trainer.finished:
             return INTERRUPTED

@@ -17,7 +17,7 @@ from megabert import checkpoint, hf, train
 from megabert.checkpoint import load_weights
 from megabert.commands import average, convert, export, fill, replay, verify
 from megabert.commands.evaluate import evaluate_run
-from megabert.common import chain
+from megabert.common import chain, logs
 from megabert.common.files import canonical
 from megabert.config import Config, replace
 from megabert.data import mixture, shards
@@ -161,6 +161,8 @@ def test_an_extended_run_is_replayed(tmp_path: Path, capfd, own_signals: None, m
     assert replay.main([run]) == 130
     output, errors = capfd.readouterr()
     assert "stopping after this step; Ctrl-C again" in errors and "saved" not in output + errors
+    monkeypatch.setattr(Trainer, "start", lambda self: monkeypatch.setattr(logs, "write_error", BrokenPipeError()))
+    assert replay.main([run]) == 4 and "Broken pipe: stdout or stderr is closed\n" in capfd.readouterr().err
 
 
 def test_a_repetition_has_no_tracker_and_no_mirror(tmp_path: Path) -> None:
