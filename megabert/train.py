@@ -211,7 +211,7 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
     missing or invalid, or a folder without a dataset or checkpoint."""
     from megabert.common import storage
     from megabert.common.run_files import holds_checkpoint
-    from megabert.config import list_phases, read_deepspeed, refuse_unused
+    from megabert.config import list_phases, read_deepspeed
     from megabert.data.shards import MANIFEST
     from megabert.distributed.signals import find_deadline
 
@@ -239,7 +239,6 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> tuple[int, in
         raise ValueError("init_moments=true: name the run whose weights and moments start this one, by init_from=RUN")
     if config.schedule.name == "budget" and config.schedule.by == "tokens":
         raise ValueError("schedule.name=budget counts minutes, schedule.by=tokens tokens; set schedule.name=linear")
-    refuse_unused(args.config, args.overrides, config)
     if args.stop_after is not None and args.stop_after < 1:
         raise ValueError(f"--stop-after {args.stop_after}: must be 1 or more")
     if not 0 <= args.profile_rank < ranks:

@@ -233,6 +233,7 @@ MISTAKES = {
     "prep inspect data --rows -1": "--rows: must be at least 0, is -1",
     "prep push nowhere some/rows": f"nowhere{NO_DATASET}",
     "prep push data rows": "rows: not a repository name; use OWNER/NAME",
+    "plan --config base schedule.budget_minutes=9": "schedule.budget_minutes: has no effect without schedule.by=minutes; ",
     "plan --config tinny --gpus h100": "--config tinny: no such preset or file; presets: ",
     PLAN + "model.layres=3": "unknown config key model.layres; did you mean model.layers?",
     PLAN + "--data nowhere": f"nowhere{NO_MANIFEST}",

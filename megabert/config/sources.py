@@ -86,8 +86,11 @@ def refuse_unused(source: str, overrides: Sequence[str], config: Config) -> None
 
 def from_arguments(args: argparse.Namespace) -> Config:
     """The config from the options of `common.arguments.add_config_options`. Raises ValueError naming the wrong option, key or
-    value."""
-    return load(args.config, collect_overrides(args))
+    value, or one without effect."""
+    overrides = collect_overrides(args)
+    config = load(args.config, overrides)
+    refuse_unused(args.config, overrides, config)
+    return config
 
 
 def collect_overrides(args: argparse.Namespace) -> list[str]:
