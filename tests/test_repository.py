@@ -238,7 +238,7 @@ def test_cuda_demanded_without_nvcc_is_one_clear_line(tmp_path) -> None:
         assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(error), done.stderr
 
 
-@pytest.mark.parametrize("jobs", ["0", "two"])
+@pytest.mark.parametrize("jobs", [pytest.param("0", marks=pytest.mark.slow), "two"])
 def test_a_wrong_number_of_compilers_is_one_clear_line(tmp_path, jobs: str) -> None:
     folder = copy_of_the_build(tmp_path, registration__cpp=MINIMAL)
     done = build(folder, "setup.py", "build_ext", "--inplace", MEGABERT_CUDA="0", MAX_JOBS=jobs)

@@ -14,6 +14,7 @@ DATA = ROOT / "tests/data/golden/dataset/held_out"
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_ranks_train_restart_and_halve(tmp_path) -> None:
     """It fails where rows are lost or repeated over two restarts, or weights are not those that were saved."""
     asked = ("--ranks", 2, "--per-node", 2, "--updates", 4, "--timeout", 0, "--data", DATA)

@@ -161,6 +161,7 @@ def as_a_script(script: str, output: str) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+@pytest.mark.slow
 def test_every_script_starts_and_says_what_it_measures(tmp_path: Path) -> None:
     scripts = sorted((ROOT / "benchmarks").glob("*.py"))
     assert len(scripts) >= 10

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 import zipfile
@@ -56,8 +57,9 @@ def test_what_an_item_leaves_behind_fails_nothing(tmp_path: Path, monkeypatch: p
     programs.write(tmp_path / "nvidia-smi", smi)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     write = "import pathlib, sys, time\nend = time.monotonic() + 5\nwhile time.monotonic() < end: "
-    write += "pathlib.Path(sys.argv[1], str(time.monotonic_ns())).touch()"
+    write += "time.sleep(1e-3), pathlib.Path(sys.argv[1], str(time.monotonic_ns())).touch()"
     code = "import os, subprocess, sys, time\nfolder = os.path.dirname(sys.argv[-1])\n"
     code += f"subprocess.Popen([sys.executable, '-c', {write!r}, folder], start_new_session=True); time.sleep(1)"
     done = run(code)
@@ -95,7 +97,7 @@ def test_items_end_with_the_suite(tmp_path: Path) -> None:
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(60)"
     code = f"list(gpu_suite.run_items(['machine'], lambda _: ['-c', {child!r}], dict(os.environ), 60))"
     code = f"import os; from benchmarks import gpu_suite\n{code}"
-    suite = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=ENV)
+    suite = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=ENV | {"TMPDIR": str(tmp_path)})
     file = tmp_path / "pid"
     wait_until(lambda: file.is_file() and file.read_text().endswith("."))
     pid = int(file.read_text()[:-1])

@@ -167,6 +167,7 @@ def test_the_peers_instances_are_the_texts_ids_in_order(peer: str, tmp_path: Pat
     assert found["mb_per_second"] == 1 / found["seconds"] < found["encode_mb_per_second"]
 
 
+@pytest.mark.slow
 def test_without_a_vocabulary_no_ratio_is_made(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("A sentence of a few words stands here. Another one follows it.\n\n" * 400)
     options = ("--workers", 1, "--repeats", 1, "--vocab", tmp_path / "none.txt")

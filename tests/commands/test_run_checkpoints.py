@@ -220,7 +220,8 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_no_revision(run: Path, m
 def test_a_killed_push_is_completed_by_another(at: str, run: Path, model_hub: Hub, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "megabert", "export", "--model", run, "--push", "some/bert", "--revisions"]
     words += ["--output", tmp_path / "hf"]
-    process = subprocess.Popen([*map(str, words)], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*map(str, words)], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, **quiet)
     # of the second checkpoint, or of the first one's second file
     model_hub.kill(process, 2, lambda method, path: method != "GET" and f"/{at}/" in path)
     before = list(model_hub.uploads)

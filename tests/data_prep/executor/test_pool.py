@@ -60,7 +60,10 @@ def test_a_slow_item_holds_up_one_rank_alone(slow):
     assert ranks.count(ranks[slow]) == 1 and set(ranks) == {"0", "1", "2"}
 
 
-@pytest.mark.parametrize(("tasks", "hard"), [(40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]), (200, 200)])
+@pytest.mark.parametrize(
+    ("tasks", "hard"),
+    [pytest.param(40, resource.getrlimit(resource.RLIMIT_NOFILE)[1], marks=pytest.mark.slow), (200, 200)],
+)
 def test_more_tasks_than_open_files(tasks, hard, tokenizer_file, topics, tmp_path):
     """A shell's limit of 1,024 was too low for 500 tasks, 2 GB of text: two files of each were mapped at once. Each task has a near
     duplicate of one text."""
