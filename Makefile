@@ -52,12 +52,13 @@ docs: venv
 	$(RUN_IN) python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo "build/docs/index.html"
 
-# One thread a process: two would wait for each other on cores that other processes take.
+# One thread a process: two would wait for each other on cores that other processes take. Byte code is kept: hundreds of tests start
+# Python, and where the environment forbids it each compiles the project again.
 test: lint
-	OMP_NUM_THREADS=1 $(RUN_IN) python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN_IN) python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: venv
-	$(RUN_IN) python -m pytest --durations=20 -m "slow or soak" $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(RUN_IN) python -m pytest --durations=20 -m "slow or soak" $(PYTEST_ARGS)
 
 bench: venv
 	$(RUN_IN) bash launch/bench.sh

@@ -71,7 +71,7 @@ def test_ctrl_c_at_exit_leaves_the_code() -> None:
 def test_ctrl_c_ends_a_build_with_one_line(send, tmp_path) -> None:
     # of two workers one computes and the other waits
     out = tmp_path / "out"
-    command = build(write_corpus(tmp_path / "corpus", 1, 80_000), out, "--vocab-size", "300")
+    command = build(write_corpus(tmp_path / "corpus", 1, 20_000), out, "--vocab-size", "300")
     process = started(command)
     wait_until(lambda: process.poll() is not None or any(out.rglob("sample-*")), 60)
     send(process.pid, signal.SIGINT)
