@@ -12,7 +12,7 @@ import transformers
 from torch.utils.data import DataLoader
 
 import megabert
-from megabert.commands import extraction
+from megabert.commands import loaded_model
 from megabert.data.loader import Loader
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf.packing import pack
@@ -162,8 +162,8 @@ def test_a_trained_model_is_saved_as_a_run(trained, tmp_path):
 
 
 def test_vectors_are_prepared_again_only_for_new_weights(tmp_path, monkeypatch):
-    model, made = megabert.load(runs.make(tmp_path)), Mock(side_effect=extraction.Extractor)
-    monkeypatch.setattr(extraction, "Extractor", made)
+    model, made = megabert.load(runs.make(tmp_path)), Mock(side_effect=loaded_model.Extractor)
+    monkeypatch.setattr(loaded_model, "Extractor", made)
     weight = model.model.layers[0].qkv.weight
     before = [model.encode(TEXT, pool=pool) for pool in ("mean", "cls", "mean")]
     assert made.call_count == 1 and np.array_equal(before[0], before[2])

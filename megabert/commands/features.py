@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megabert import POOLS
 from megabert.common.arguments import LAYERS, MODEL, TOKENIZER, Parser, parse_layers, refuse_missing, refuse_replacing
 from megabert.common.errors import command
 from megabert.hf.hub import model_folder
 
+POOLS = ("mean", "max", "cls")  # vectors of a text from those of its tokens
 POOLING = (
     "one vector a text: mean or max of all tokens', or cls, in a causal model that of [SEP]; none: a vector a token"
 )
