@@ -23,9 +23,8 @@ from megabert.common import tables
 from megabert.common.files import large_atomic_file
 from megabert.common.logs import log
 from megabert.common.streaming import in_order
-from megabert.data import tokenizer_files
 from megabert.engine import DTYPES
-from megabert.hf import Pretrained
+from megabert.hf import Pretrained, tokenizer_export
 from megabert.hf.inference import on_every_core, one_row, pack_weights, read_layers, vector_width
 from megabert.hf.packing import groups, pack, pack_line
 from megabert.hf.unknown_tokens import UnknownTokens
@@ -125,7 +124,7 @@ class Extractor:
     def _tokenize(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`[CLS] text [SEP]` of each text, cut to `max_length`."""
         tokenizer, room = self.tokenizer, self.max_length - 2
-        encoded = tokenizer_files.encode(tokenizer, texts)
+        encoded = tokenizer_export.encode(tokenizer, texts)
         self.texts += len(texts)
         self.truncated += sum(len(ids) > room for ids in encoded)
         rows = [np.array([tokenizer.cls_id, *ids[:room], tokenizer.sep_id], np.int32) for ids in encoded]

@@ -44,12 +44,13 @@ class Filler:
         import torch
 
         from megabert.hf.packing import pack
+        from megabert.hf.tokenizer_export import pad_encoded
         from megabert.hf.unknown_tokens import UnknownTokens
         from megabert.model import evaluating
 
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError("the text is not valid UTF-8; type it in a UTF-8 terminal")
-        ids = self.tokenizer(text)[0].numpy()
+        ids = pad_encoded(self.tokenizer, text)[0].numpy()
         UnknownTokens(self.tokenizer).add([ids]).warn("the text")
         most, causal = self.config.model.max_positions, self.config.data.masking.causal
         masks = torch.from_numpy((ids == self.tokenizer.mask_id).nonzero()[0])

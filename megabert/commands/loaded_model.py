@@ -17,9 +17,26 @@ from megabert.commands.export import write
 from megabert.commands.extraction import Extractor
 from megabert.commands.features import POOLS
 from megabert.commands.fill import Filler
-from megabert.data.tokenizer import Tokenizer, list_texts
+from megabert.data.tokenizer import Tokenizer
 from megabert.hf import Pretrained
+from megabert.hf.tokenizer_export import list_texts, pad_encoded
 from megabert.model import BertForPreTraining, evaluating
+
+
+class TextTokenizer:
+    """A model's `Tokenizer`, with its attributes and methods, that is called with texts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, texts: str | Sequence[str]) -> Tensor:
+        """As `pad_encoded`."""
+        return pad_encoded(self._tokenizer, texts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by copies and pickles before they have a tokenizer
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
 
 
 class LoadedModel:
@@ -35,9 +52,9 @@ class LoadedModel:
         return f"LoadedModel({str(self.pretrained.run_dir)!r}, step {self.pretrained.step:,}: {shape})"
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> TextTokenizer:
         """Maps texts to ids, int32 [n, T] from [CLS] to [SEP], padded with 0."""
-        return self.pretrained.tokenizer
+        return TextTokenizer(self.pretrained.tokenizer)
 
     @cached_property
     def model(self) -> BertForPreTraining:

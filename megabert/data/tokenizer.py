@@ -26,19 +26,16 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import sentencepiece
 
 from megabert.common.files import canonical, parse_object
 from megabert.data.text import BORDER, Form, begins_unit, prepared
-
-if TYPE_CHECKING:
-    import torch
 
 # ids of a SentencePiece model
 SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
@@ -264,20 +261,6 @@ class Tokenizer:
         """Token ids of raw texts, equal to those of a dataset built from them."""
         return self.encode_batch([prepared(text, self.form) for text in texts])
 
-    def __call__(self, texts: str | Sequence[str]) -> torch.Tensor:
-        """int32 [n, T]: `[CLS] text [SEP]` of each text, padded with id 0; an input of the model's `forward`. Names of special tokens in a
-        text are these tokens, and so is "[MASK]". Raises ValueError without a text, and as `list_texts`."""
-        import torch
-
-        from megabert.data import tokenizer_files
-
-        if not (given := list_texts(texts)):
-            raise ValueError("no texts; give one at least")
-        named = [text.replace(SPECIAL_TOKENS[-1], self.tokens[self.mask_id]) for text in given]
-        encoded = tokenizer_files.encode(self, named)
-        rows = [torch.tensor([self.cls_id, *ids, self.sep_id], dtype=torch.int32) for ids in encoded]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
-
     def encode_inside(self, words: Sequence[str]) -> list[list[int]]:
         """As `encode_texts`, for a tokenizer.json as `encode_batch`, of words without a space before them, as in texts without spaces."""
         return self.encode_texts(words)
@@ -301,20 +284,6 @@ class Tokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         raise NotImplementedError
-
-
-def list_texts(texts: Any) -> list[str]:
-    """A text or several as a list. Raises TypeError naming what is no text, ValueError one with half a character, which UTF-8 cannot
-    hold."""
-    if not isinstance(texts, str | Iterable):
-        raise TypeError(f"texts: expected str, or several, got {type(texts).__name__}")
-    given = [texts] if isinstance(texts, str) else list(texts)
-    for number, text in enumerate(given):
-        if not isinstance(text, str):
-            raise TypeError(f"texts[{number}]: expected str, got {type(text).__name__}")
-        if half := re.search("[\ud800-\udfff]", text):
-            raise ValueError(f"texts[{number}]: has {half[0]!r}, which is half a character; remove or replace it")
-    return given
 
 
 def without_space(tokenizer: Tokenizer, ids: list[int], bare_id: Callable[[int], int | None]) -> list[int]:

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from megabert.common.logs import log
-from megabert.data import tokenizer_files
 from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.files import Example, QuestionExample, SentenceExample, TextExample
 from megabert.finetune.offsets import encode_with_offsets, stand_together
 from megabert.finetune.tasks import BINARY_METRICS, LABELLED, Task
+from megabert.hf import tokenizer_export
 
 # Tokens; from the code of Devlin et al. 2019.
 MAX_QUESTION = 64
@@ -161,7 +161,7 @@ class TaskEncoding:
         return self.max_length - 2 - self.separators
 
     def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(ids, np.int32) for ids in tokenizer_files.encode(self.tokenizer, texts)]
+        return [np.array(ids, np.int32) for ids in tokenizer_export.encode(self.tokenizer, texts)]
 
     def _ids_and_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(int32 [n], int64 [n, 2]) of each text."""

@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megabert.data import tokenizer_files
 from megabert.data.text import RULES, Form, Replacement, begins_unit, prepared, segments, writes_without_spaces
 from megabert.data.tokenizer import Tokenizer
+from megabert.hf import tokenizer_export
 
 
 def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-    """`tokenizer_files.encode` of each text, and the places of its tokens, as the exported tokenizer has them, but for the space
+    """`tokenizer_export.encode` of each text, and the places of its tokens, as the exported tokenizer has them, but for the space
     before a token."""
-    library = tokenizer_files.exported(tokenizer)
+    library = tokenizer_export.exported(tokenizer)
     if library is None:
         return encode_by_sentencepiece(tokenizer, texts)
     encoded = library.encode_batch(list(texts), add_special_tokens=False)

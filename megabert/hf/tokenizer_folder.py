@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megabert.data import tokenizer_files
 from megabert.data.tokenizer import TRAINED_FIELDS, Tokenizer, WordPiece
+from megabert.hf import tokenizer_export
 
 
 def files(tokenizer: Tokenizer, max_length: int, segments: bool = True, separators: int = 1) -> dict[str, bytes]:
     """Every file of the tokenizer in a Hugging Face folder, by name; the original is among them.
 
     `max_length` is the model's number of positions, `segments` whether it uses segment ids, `separators` as of
-    `tokenizer_files.build`. Raises as `tokenizer_files.build` does.
+    `tokenizer_export.build`. Raises as `tokenizer_export.build` does.
     """
     original, special = tokenizer.data, tokenizer.special_ids
     names = {
@@ -40,7 +40,7 @@ def files(tokenizer: Tokenizer, max_length: int, segments: bool = True, separato
         config["mask_token"] = tokens["mask_token"] | {"__type": "AddedToken", "special": True}
     return {
         tokenizer.file_name: original,
-        "tokenizer.json": (tokenizer_files.build(tokenizer, separators).to_str(pretty=True) + "\n").encode(),
+        "tokenizer.json": (tokenizer_export.build(tokenizer, separators).to_str(pretty=True) + "\n").encode(),
         "tokenizer_config.json": as_json(config),
         "special_tokens_map.json": as_json(tokens),
     }

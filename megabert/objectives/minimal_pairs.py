@@ -20,10 +20,9 @@ from torch import nn
 from tqdm import tqdm
 
 from megabert.config import Config
-from megabert.data import tokenizer_files
 from megabert.data.tokenizer import Tokenizer
 from megabert.distributed.ranks import World
-from megabert.hf import Pretrained
+from megabert.hf import Pretrained, tokenizer_export
 from megabert.hf.inference import on_every_core, one_row, pack_weights
 from megabert.hf.packing import groups, pack, pack_line
 from megabert.hf.unknown_tokens import UnknownTokens
@@ -64,7 +63,7 @@ class SentenceScorer:
 
     def encode(self, sentences: Sequence[str]) -> list[np.ndarray]:
         """int32 [n] each, with [CLS] and [SEP]. Raises ValueError for an empty sentence and one longer than the model's positions."""
-        tokenizer, encoded = self.tokenizer, tokenizer_files.encode(self.tokenizer, sentences)
+        tokenizer, encoded = self.tokenizer, tokenizer_export.encode(self.tokenizer, sentences)
         for sentence, ids in zip(sentences, encoded, strict=True):
             if not 0 < len(ids) <= self.most - 2:
                 raise ValueError(f"{sentence[:60]!r} has {len(ids)} tokens; the model scores 1 to {self.most - 2}")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megabert.data.tokenizer import Tokenizer
+from megabert.hf.tokenizer_export import pad_encoded
 from tests.helpers import fast_tokenizers, tokenizers
 from tests.helpers.prep_reading import write_all
 from tests.helpers.prep_texts import ids_of_build
@@ -43,11 +44,12 @@ def test_a_build_encodes_as_in_use(tokenizer):
 def test_transformers_loads_the_same_ids(tokenizer, tmp_path):
     peer = tokenizers.peer(tokenizer, tmp_path, 64)
     texts = [*TEXT[:3], "the <mask> shells, <mask> sea", "<mask> sea", "a naïve 你好"]
-    assert peer(texts)["input_ids"] == [tokenizer(text)[0].tolist() for text in texts]
-    assert tokenizer("the [MASK] sea")[0].tolist() == peer("the <mask> sea")["input_ids"]
+    assert peer(texts)["input_ids"] == [pad_encoded(tokenizer, text)[0].tolist() for text in texts]
+    assert pad_encoded(tokenizer, "the [MASK] sea")[0].tolist() == peer("the <mask> sea")["input_ids"]
     assert peer("the sea", "the shells")["input_ids"].count(2) == 2
     assert (peer.pad_token_id, peer.mask_token_id) == (1, 4)
-    assert Tokenizer.load(tmp_path / "tokenizer.json")(texts).equal(tokenizer(texts))
+    again = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert pad_encoded(again, texts).equal(pad_encoded(tokenizer, texts))
 
 
 def test_bytes_of_tokens_are_those_of_the_text(tmp_path):

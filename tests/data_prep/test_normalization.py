@@ -11,11 +11,10 @@ import pytest
 
 from data_prep.options import BuildOptions
 from data_prep.stages.train_tokenizer import normal_form, train_files
-from megabert.data import tokenizer_files
 from megabert.data.text import prepared
 from megabert.data.tokenizer import Tokenizer
 from megabert.finetune.offsets import encode_with_offsets
-from megabert.hf import tokenizer_folder
+from megabert.hf import tokenizer_export, tokenizer_folder
 from tests.helpers import fast_tokenizers, runs
 from tests.helpers.prep_builds import build_here
 from tests.helpers.prep_reading import write, write_all
@@ -65,7 +64,7 @@ def trained(folder: Path, kind: str, *lines: str, **options: Any) -> Tokenizer:
 def same_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """The ids of each text, which are those of a build, with offsets, and of the exported tokenizer.json."""
     built = ids_of_build(texts, tokenizer)
-    exported = tokenizer_files.build(tokenizer)
+    exported = tokenizer_export.build(tokenizer)
     ids = tokenizer.encode_texts(texts)
     assert ids == built == [found for found, _ in encode_with_offsets(tokenizer, texts)]
     assert ids == [exported.encode(text, add_special_tokens=False).ids for text in texts]

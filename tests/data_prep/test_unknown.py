@@ -5,9 +5,9 @@ import random
 import pytest
 
 from data_prep.__main__ import main
-from megabert.data import tokenizer_files
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
+from megabert.hf import tokenizer_export
 from tests.helpers import fast_tokenizers, wordpiece
 from tests.helpers.prep_builds import build_here, sequences_of
 from tests.helpers.prep_reading import records, write
@@ -58,7 +58,7 @@ def test_long_phrases_are_not_unknown(language, given, tmp_path, capsys):
     shown = ["".join(text.split()).removeprefix("##") for text in decoded]
     whole = ["".join(text.split()) for text in texts]
     assert all(any(part in text for text in whole) for part in shown)
-    exported = tokenizer_files.build(tokenizer)
+    exported = tokenizer_export.build(tokenizer)
     assert [exported.encode(text, add_special_tokens=False).ids for text in texts] == tokenizer.encode_texts(texts)
 
 

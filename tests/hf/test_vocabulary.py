@@ -13,6 +13,7 @@ from megabert.commands import convert
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from megabert.hf.read import Pretrained
+from megabert.hf.tokenizer_export import pad_encoded
 from megabert.hf.vocabulary import find_sources, similar_tokens
 from megabert.model import unpacked_inputs
 from tests.helpers import fast_tokenizers, rows, runs, tokenizers
@@ -157,7 +158,8 @@ def test_roberta_positions_follow_the_new_padding(tmp_path):
     again = convert.convert(tmp_path / "new", tmp_path / "again", vocab=tmp_path / "old")
     assert again.config.model.first_position == 1
     text = "the sea over the river"
-    hidden = [model.model(CPU).encode(**unpacked_inputs(model.tokenizer(text))).detach() for model in (old, again)]
+    inputs = [unpacked_inputs(pad_encoded(model.tokenizer, text)) for model in (old, again)]
+    hidden = [model.model(CPU).encode(**given).detach() for model, given in zip((old, again), inputs, strict=True)]
     torch.testing.assert_close(*hidden)
 
 

@@ -13,7 +13,7 @@ import transformers
 from benchmarks.race.dataset import default_text
 from megabert import hf
 from megabert.commands import export, pairs
-from megabert.data import tokenizer_files
+from megabert.hf import tokenizer_export
 from megabert.objectives import minimal_pairs
 from megabert.objectives.minimal_pairs import PairsWhileTraining, SentenceScorer, build_table, score_sentences
 from megabert.objectives.pairs import Pair, read_pairs
@@ -176,7 +176,7 @@ def figures_of(world) -> tuple[dict[str, float], int]:
     engine = tiny.engine(config, world)
     scorer = SentenceScorer(engine.module, config, Numbers(), world.device, line=False)
     pairs = [Pair(f"9 {i} 7 {i + 1} 8", f"9 {i} 7 8", f"p{i % 2}", ("a/b", "語/b")[i % 2]) for i in range(20, 61)]
-    called, own = mock.Mock(), mock.patch.object(tokenizer_files, "encode", Numbers.encode_texts)
+    called, own = mock.Mock(), mock.patch.object(tokenizer_export, "encode", Numbers.encode_texts)
     with own, mock.patch.object(minimal_pairs, "BATCH_TOKENS", {"cpu": 100}):
         return PairsWhileTraining(pairs, scorer, world).evaluate(called), called.call_count
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sentencepiece import sentencepiece_model_pb2
 
-from megabert.data import tokenizer_files
 from megabert.data.tokenizer import Tokenizer
+from megabert.hf import tokenizer_export
 from tests.helpers import runs, tokenizers, wordpiece
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -81,7 +81,7 @@ def test_long_words_have_our_ids(kind: str, tmp_path: Path) -> None:
 def test_long_words_of_a_tokenizer_json_are_cut(tmp_path: Path) -> None:
     """Of a WordPiece one, in its exported file too, also when that is read and exported again."""
     by_vocab = Tokenizer.load(wordpiece.write(tmp_path / "vocab.txt"))
-    tree = json.loads(tokenizer_files.build(by_vocab).to_str()) | {"pre_tokenizer": {"type": "BertPreTokenizer"}}
+    tree = json.loads(tokenizer_export.build(by_vocab).to_str()) | {"pre_tokenizer": {"type": "BertPreTokenizer"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     word = "fox" * 100
     want = by_vocab.encode_texts([word])
@@ -128,24 +128,28 @@ def test_what_the_format_cannot_express_is_refused(tmp_path: Path) -> None:
     ):
         tokenizer = load_sentencepiece(tmp_path, **changes)
         with pytest.raises(ValueError, match=r"tokenizer\.json") as caught:
-            tokenizer_files.build(tokenizer)
+            tokenizer_export.build(tokenizer)
         assert message in str(caught.value) and str(tokenizer.path) in str(caught.value)
     messages: Any = sentencepiece_model_pb2
     proto = messages.ModelProto.FromString(runs.sentencepiece_model())
-    proto.pieces[50].type = tokenizer_files.UNUSED
+    proto.pieces[50].type = tokenizer_export.UNUSED
     (tmp_path / "m").write_bytes(proto.SerializeToString())
     with pytest.raises(ValueError, match="tokens marked unused"):
-        tokenizer_files.build(Tokenizer.load(tmp_path / "m"))
-    proto.pieces[50].type = tokenizer_files.NORMAL
+        tokenizer_export.build(Tokenizer.load(tmp_path / "m"))
+    proto.pieces[50].type = tokenizer_export.NORMAL
     proto.normalizer_spec.precompiled_charsmap = proto.normalizer_spec.precompiled_charsmap[:-2] + b"\xff\0"
     (tmp_path / "m").write_bytes(proto.SerializeToString())
     with pytest.raises(ValueError, match="m: its character map is damaged"):
-        tokenizer_files.build(Tokenizer.load(tmp_path / "m"))
+        tokenizer_export.build(Tokenizer.load(tmp_path / "m"))
 
 
 @pytest.mark.parametrize("kind", runs.KINDS)
 def test_special_tokens_are_found_without_an_export(kind: str, tmp_path: Path, monkeypatch) -> None:
     found, texts = runs.tokenizer(tmp_path, kind), ["the [SEP] fox [MASK]. she", "a[SEP]b", "the fox"]
-    want = tokenizer_files.encode(found, texts)
-    monkeypatch.setattr(tokenizer_files, "exported", lambda _: None)
-    assert tokenizer_files.encode(found, texts) == want and [found.sep_id in ids for ids in want] == [True, True, False]
+    want = tokenizer_export.encode(found, texts)
+    monkeypatch.setattr(tokenizer_export, "exported", lambda _: None)
+    assert tokenizer_export.encode(found, texts) == want and [found.sep_id in ids for ids in want] == [
+        True,
+        True,
+        False,
+    ]

@@ -23,8 +23,8 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megabert.data.text import BORDER, CLOSING, CONTROLS, GLUED, INVISIBLE, SPACES, Form, escaped
 from megabert.data.text import MAX_WORD as MAX_SLICE
@@ -40,6 +40,9 @@ from megabert.data.tokenizer import (
     turkic_rules,
 )
 from megabert.data.tokenizer_json import FastTokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 # SentencePiece's numbers of the types of tokens and of models
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -90,6 +93,33 @@ def _encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:
         encode = tokenizer.encode_texts if part[:1].isspace() else tokenizer.encode_inside
         ids += [names[name], *encode([part])[0]]
     return ids
+
+
+def pad_encoded(tokenizer: Tokenizer, texts: str | Sequence[str]) -> torch.Tensor:
+    """int32 [n, T]: `[CLS] text [SEP]` of each text, padded with id 0; an input of the model's `forward`. Names of special tokens in a
+    text are these tokens, and so is "[MASK]". Raises ValueError without a text, and as `list_texts`."""
+    import torch
+
+    if not (given := list_texts(texts)):
+        raise ValueError("no texts; give one at least")
+    named = [text.replace(SPECIAL_TOKENS[-1], tokenizer.tokens[tokenizer.mask_id]) for text in given]
+    encoded = encode(tokenizer, named)
+    rows = [torch.tensor([tokenizer.cls_id, *ids, tokenizer.sep_id], dtype=torch.int32) for ids in encoded]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+
+
+def list_texts(texts: Any) -> list[str]:
+    """A text or several as a list. Raises TypeError naming what is no text, ValueError one with half a character, which UTF-8 cannot
+    hold."""
+    if not isinstance(texts, str | Iterable):
+        raise TypeError(f"texts: expected str, or several, got {type(texts).__name__}")
+    given = [texts] if isinstance(texts, str) else list(texts)
+    for number, text in enumerate(given):
+        if not isinstance(text, str):
+            raise TypeError(f"texts[{number}]: expected str, got {type(text).__name__}")
+        if half := re.search("[\ud800-\udfff]", text):
+            raise ValueError(f"texts[{number}]: has {half[0]!r}, which is half a character; remove or replace it")
+    return given
 
 
 def build(tokenizer: Tokenizer, separators: int = 1) -> Any:
