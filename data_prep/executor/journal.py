@@ -73,9 +73,10 @@ def _run(function: StageFunction, job: BuildJob, stage: str, digest: str, number
     path = Path(job.work, JOURNAL, stage, f"{index:07d}.json")
     key = _digest(function.__name__, job, item, digest)
     record = _load(path)
-    # a file that was unreadable may no longer be
-    if record and record["key"] == key and UNREADABLE not in record["result"]["problems"]:
-        result = ItemResult.from_json(record["result"])
+    # a file that was unreadable, also of a tokenizer's sample, may no longer be
+    found = record["result"] if record and record["key"] == key else None
+    if found and UNREADABLE not in {*found["problems"], *found["facts"].get("read", {}).get("problems", ())}:
+        result = ItemResult.from_json(found)
         if _policy_allows(job, record, [result]) and work_files.files_intact(job.work, result.files):
             return result
     result = function(job, item)

@@ -117,7 +117,8 @@ def test_what_was_dropped_stops_a_build_that_stops(swept, stop, tmp_path, monkey
     run("out")
 
 
-def test_a_resume_reads_files_that_were_unreadable(stop, tmp_path, monkeypatch):
+@pytest.mark.parametrize("given", [{}, {"tokenizer": None, "vocab_size": 500, "held_out": 0.0}], ids=["given", "trained"])
+def test_a_resume_reads_files_that_were_unreadable(given, stop, tmp_path, monkeypatch):
     """Root may read everything, so the refusal is made."""
 
     def forbid(path, *rest, real=os.open, **more):
@@ -127,7 +128,7 @@ def test_a_resume_reads_files_that_were_unreadable(stop, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", forbid)
-        run = stop(32, on_error="skip")
+        run = stop(32, on_error="skip", **given)
     found = run("out")
     assert found["problems"] == {} and found["read"]["documents"] == 20
     run("fresh")

@@ -30,11 +30,11 @@ def start(words, cwd=ROOT, env=None):
 
 
 def build_words(inputs, output, **options):
-    """A quiet build of one input or a list: `seq_len=(32, 64)` is `--seq-len 32 64`, `nsp=True` is `--nsp`."""
+    """A quiet build of one input or a list: `seq_len=(32, 64)` is `--seq-len 32 64`, `nsp=True` is `--nsp`, None none."""
     words = ["build", "--input", *(inputs if isinstance(inputs, list | tuple) else [inputs]), "--output", output]
     for name, value in ({"quiet": True} | options).items():
         values = value if isinstance(value, list | tuple) else [] if value is True else [value]
-        words += [f"--{name.replace('_', '-')}", *values]
+        words += [f"--{name.replace('_', '-')}", *values] if value is not None else []
     return [*map(str, words)]
 
 
