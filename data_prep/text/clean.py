@@ -13,8 +13,9 @@ from itertools import pairwise
 
 from megabert.data.text import CONTROLS, GLUED, GLUED_END, NO_SPACES
 
-# bytes in which CONTROLS are spaces
-_SPACED = bytes(32 if CONTROLS.match(chr(byte)) else byte for byte in range(256))
+# the bytes of CONTROLS, and all bytes, in which these are spaces
+_CONTROLS = bytes(byte for byte in range(256) if CONTROLS.match(chr(byte)))
+_SPACED = bytes(32 if byte in _CONTROLS else byte for byte in range(256))
 # A tag with `>`, which is bare or has attributes, or one that is cut off at the end of a line; a comparison (a<b) is neither.
 TAG = re.compile(
     r"</?(?:br|dl|dd|dt|ul|ol|li|p|ref|references|nowiki|noinclude|onlyinclude|includeonly|div|span|center|"
@@ -34,17 +35,18 @@ UNSPACED_WRAP = re.compile(rf"(?<=[{UNSPACED}])[ \t]*\n[ \t]*(?=[{UNSPACED}])")
 _GLUED_BYTES = sorted({mark.encode()[0] for mark in GLUED})
 
 
-def decode(raw: bytes) -> tuple[str, bool]:
-    """(text with bare line feeds and spaces for control characters, whether it may contain one of the marks GLUED) of UTF-8 bytes.
+def decode(raw: bytes) -> tuple[str, bool, int]:
+    """(text with bare line feeds and spaces for control characters, whether it may contain one of the marks GLUED, the number of control
+    characters) of UTF-8 bytes.
 
     Raises UnicodeDecodeError, whose `start` counts from the first byte of `raw`.
     """
     text = raw.decode()
-    if (spaced := raw.translate(_SPACED)) != raw:
-        text = spaced.decode()
+    if controls := len(raw) - len(raw.translate(None, _CONTROLS)):
+        text = raw.translate(_SPACED).decode()
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return text, not text.isascii() and any(byte in raw for byte in _GLUED_BYTES)
+    return text, not text.isascii() and any(byte in raw for byte in _GLUED_BYTES), controls
 
 
 def unescape(text: str) -> str:

@@ -11,7 +11,7 @@ def test_bytes_and_words_are_cleaned():
     assert clean_word("e\u0301t\u00ade\u200b") == "\u00e9te" and clean_word("AT&amp;T") == "AT&amp;T"
     assert not clean.decode("\u201cbetter\u201d, caf\u00e9".encode())[1]
     assert all(clean.decode(f"ab{mark}".encode())[1] for mark in clean.GLUED)
-    assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("a b \nc\nd  e\tf", False)
+    assert clean.decode(b"a\x00b\x00\r\nc\rd\x07\x0ce\tf") == ("a b \nc\nd  e\tf", False, 4)
     assert clean.decode(b"".join(b"a%c" % byte for byte in (*range(32), 127)))[0].split() == ["a"] * 33
     with pytest.raises(UnicodeDecodeError) as error:
         clean.decode(b"good \xff bad")

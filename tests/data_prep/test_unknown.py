@@ -104,9 +104,10 @@ def test_dropped_documents_and_lines_are_not_counted(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bytes", "trained"])
-def test_marks_read_as_spaces_are_counted(kind, tmp_path):
-    texts = [f"{text} a\u2581b \u2581" for text in english(60)]
+def test_characters_that_become_spaces_are_counted(kind, tmp_path):
+    texts = [f"{text} a\u2581b \u2581\x1b[0m" for text in english(60)]
     trained = {"vocab_size": 40, "character_coverage": 1}
     given = {} if kind == "trained" else {"tokenizer": fast_tokenizers.write(tmp_path / "tokenizer.json", kind)}
-    lost = {"\u2581, a space to the tokenizer": 120} if kind == "unigram" else {}
+    lost = {"control characters, now spaces": 60}
+    lost |= {"\u2581, a space to the tokenizer": 120} if kind == "unigram" else {}
     assert build(tmp_path, texts, **given or trained)["changed"] == lost
