@@ -32,6 +32,8 @@ EVALUATION_SPLIT = re.compile(
 )
 # a dataset of the hub by its name alone, and the branch in which the hub converts datasets to Parquet
 HUB_DATASET, CONVERTED = re.compile(r"hf://datasets/[^/@*?[]+/[^/@*?[]+/?"), "refs/convert/parquet"
+# other names of a store's scheme
+SCHEMES = {"gcs": "gs", "s3a": "s3", "abfs": "az"}
 # files beside the tables of a saved dataset of Hugging Face `datasets`
 BESIDE_TABLES = re.compile(r"state\.json|dataset_info\.json|dataset_dict\.json|cache-.*\.arrow")
 
@@ -64,9 +66,10 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def real_path(path: str) -> str:
-    """`path` with links resolved; a URL unchanged. Folders are cached, since millions of files are in few of them."""
+    """`path` with links resolved, or a URL by one name of its scheme. Folders are cached, since millions of files are in few of them."""
     if storage.is_url(path):
-        return path
+        scheme, rest = path.split(":", 1)
+        return f"{SCHEMES.get(scheme.lower(), scheme.lower())}:{rest}"
     if os.path.islink(path):
         return os.path.realpath(path)
     folder, name = os.path.split(path)
@@ -80,8 +83,9 @@ def real_folder(folder: str) -> str:
 
 def start_of(folder: str | os.PathLike[str]) -> str:
     """The beginning of the real paths, or the URLs, of all that is in a folder."""
+    folder = os.fspath(folder)
     is_url = storage.is_url(folder)
-    return storage.join(os.fspath(folder), "") if is_url else os.path.join(os.path.realpath(folder), "")
+    return storage.join(real_path(folder), "") if is_url else os.path.join(os.path.realpath(folder), "")
 
 
 def matches(item: str, problems: Problems) -> list[str]:
