@@ -70,6 +70,9 @@ def push(source: str, name: str, private: bool) -> None:
     others = [path for path in there if ours.fullmatch(path) and path not in wanted]
     changed = repository.push(files, "Manifest", removed=others)
     log.info(f"hf://datasets/{name}: {len(wanted)} shards, {'the manifest last' if changed else 'all there already'}")
+    left = (posixpath.split(path) for path in there if path not in files)
+    if folders := sorted(folder or "." for folder, file in left if file == MANIFEST):
+        log.warning(f"hf://datasets/{name}: keeps datasets of another push in {', '.join(folders)}")
 
 
 def _parts(source: str) -> Iterator[tuple[str, Dataset]]:

@@ -93,7 +93,7 @@ def test_another_dataset_replaces_the_one_there(model_hub: Hub, tmp_path: Path) 
     assert pushed(model_hub) == contents(second)
 
 
-def test_datasets_of_several_row_lengths_are_folders(model_hub: Hub, tmp_path: Path) -> None:
+def test_datasets_of_several_row_lengths_are_folders(model_hub: Hub, tmp_path: Path, capsys) -> None:
     for name, seed in (("seq64", 1), ("other", 2)):
         random_rows(tmp_path / "data" / name, 100, seed=seed)
     (tmp_path / "data/report.json").write_text("{}")
@@ -101,7 +101,9 @@ def test_datasets_of_several_row_lengths_are_folders(model_hub: Hub, tmp_path: P
     files = model_hub.files(NAME)
     assert f"megabert train --data {URL}/other\nmegabert train --data {URL}/seq64\n" in files.pop("README.md").decode()
     assert files == {name: data for name, data in contents(tmp_path / "data").items() if name != "report.json"}
-    assert list(verify(f"{URL}/seq64")) == []
+    assert list(verify(f"{URL}/seq64")) == [] and "keeps" not in capsys.readouterr().err
+    assert push(tmp_path / "data/other") == 0
+    assert "keeps datasets of another push in other, seq64\n" in capsys.readouterr().err
 
 
 def test_a_dataset_of_a_bucket_is_pushed(model_hub: Hub, proxy: object, monkeypatch) -> None:
