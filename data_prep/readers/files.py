@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import BinaryIO
 
-from data_prep.common.errors import BadInput, Problems, counted, printable
+from data_prep.common.errors import BadInput, Problems, UnknownFormat, counted, printable
 from megabert.common import storage
 from megabert.common.logs import log
 
@@ -43,25 +43,25 @@ def describes_data(path: str) -> bool:
 
 
 def status(path: str) -> tuple[int, int]:
-    """(bytes, modification time in ns) of a file, (bytes, a number for its version) of an object. Raises BadInput if it is not a
+    """(bytes, modification time in ns) of a file, (bytes, a number for its version) of an object. Raises UnknownFormat if it is not a
     regular file, and OSError."""
     if storage.is_url(path):
         return storage.stat(path).stamp
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
-        raise BadInput(f"{path}: not a regular file")
+        raise UnknownFormat(f"{path}: not a regular file")
     return info.st_size, info.st_mtime_ns
 
 
 def open_regular(path: str) -> BinaryIO:
-    """The file, open for reading. Raises BadInput for a pipe, device or socket, without blocking on it."""
+    """The file, open for reading. Raises UnknownFormat for a pipe, device or socket, without blocking on it."""
     if storage.is_url(path):
         return storage.open_object(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
-        raise BadInput(f"{path}: not a regular file")
+        raise UnknownFormat(f"{path}: not a regular file")
     return file
 
 

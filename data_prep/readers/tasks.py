@@ -131,10 +131,10 @@ def _plan_file(options: ReadOptions, policy: str, path: str) -> PlannedFile:
                 problems.add(path, detection.INDEX)
             else:
                 ranges = _cut_file(file)
-    except BadInput:
+    except BadInput as error:
         if policy == "stop":
             raise
-        problems.add(path, documents.UNKNOWN, size)
+        problems.add(path, documents.REASONS.get(type(error), documents.DAMAGED), size)
     except OSError as error:
         problems.unreadable(path, error)
     return files.real_path(path), ranges, problems, max(map(_uncut_size, ranges), default=0.0)
