@@ -209,7 +209,7 @@ def _is_jsonl(path: str, suffix: str, start: bytes, whole: bool) -> bool:
     line, _, rest = start.partition(b"\n")
     array = re.match(rb'\{\s*"([^"\\]*)"\s*:\s*\[\s*\{', start)
     try:
-        json.loads(line)
+        json.loads(line.decode(errors="replace"))  # invalid bytes cost a record, not the file
         is_object = True
     except (ValueError, RecursionError):
         is_object = len(line) == len(start) and not whole  # a line longer than the head

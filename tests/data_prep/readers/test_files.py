@@ -202,7 +202,7 @@ def test_invalid_bytes_are_replaced_in_every_format(tmp_path):
     column = pa.array([b"Caf\xe9 5."], pa.binary()).view(pa.string())
     parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     page = b"<mediawiki><page><title>T</title><ns>0</ns><text>Caf\xe9 4.</text></page></mediawiki>"
-    files = {"a.csv": b"text\nCaf\xe9 1.\n", "b.jsonl": b'{"text": "Caf\xe9 2."}\n', "c.tsv": b"text\nCaf\xe9 3.\n"}
+    files = {"a.csv": b"text\nCaf\xe9 1.\n", "b.json": b'{"text": "Caf\xe9 2."}\n', "c.tsv": b"text\nCaf\xe9 3.\n"}
     write_all(tmp_path, files | {"d.xml": page})
     found, problems = read_all([tmp_path], encoding_errors="replace")
     assert sorted(found) == [f"Caf\ufffd {i}." for i in range(1, 6)]
