@@ -81,7 +81,7 @@ def _columns(lines: list[str], stream: Stream, delimiters: str, quoting: Quoting
     for delimiter in delimiters:
         rows = csv.reader(lines, delimiter=delimiter, quoting=quoting)
         try:
-            names = next(rows, [])
+            names = list(map(str.strip, next(rows, [])))  # as `tables`
         except csv.Error:
             continue
         wanted = field_names(text_field, names)

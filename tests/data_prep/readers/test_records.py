@@ -142,7 +142,7 @@ def test_separator_of_columns_without_names(separator, tmp_path):
 )
 def test_a_stray_quote_costs_its_row(rows, texts, places, size, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "MAX_DOCUMENT", 500)
-    path = write(tmp_path / "a.csv", "n,text\n" + rows)
+    path = write(tmp_path / "a.csv", "n, text\n" + rows)  # names of columns are without the space around them
     found, problems = refuse(path, r"a\.csv: line \d+: .*in the row that begins at line [23]")
     assert found == texts and problems.counts == {"bad CSV row": places}
     assert problems.lost == {"bad CSV row": {"bytes": size, "files": [str(path)]}}
