@@ -11,7 +11,7 @@ import re
 import shlex
 from dataclasses import replace
 
-from data_prep.common.errors import BadInput, UnknownFormat
+from data_prep.common.errors import UnknownFormat
 from data_prep.common.records import AUTO, TABLES, FileRange, ReadOptions
 from data_prep.readers import archives
 from data_prep.readers.decompress import SUFFIXES, detect_compression
@@ -112,14 +112,16 @@ ZIPPED: dict[str, Refusal] = {
 def identify(file: FileRange, options: ReadOptions) -> FileRange:
     """A whole file with compression and format by its first bytes; a compressed one keeps the format of the options, unless it is a tar.
 
-    Raises BadInput if the bytes don't determine the format.
+    Raises UnknownFormat if the bytes don't determine the format.
     """
     with open_regular(file.path) as opened:
         head = opened.read(HEAD_BYTES)
     suffix = os.path.splitext(storage.public(file.path))[1].lower()
     compression = detect_compression(head)
     if suffix in SUFFIXES and compression != SUFFIXES[suffix]:
-        raise BadInput(f"{file.path}: byte 0: not {SUFFIXES[suffix]} data despite its suffix {suffix}; rename the file")
+        raise UnknownFormat(
+            f"{file.path}: byte 0: not {SUFFIXES[suffix]} data despite its suffix {suffix}; rename the file"
+        )
     file = replace(file, compression=compression, opened=True)
     if compression:
         return replace(file, format="tar") if TAR_NAME.search(storage.public(file.path)) else file
@@ -134,7 +136,7 @@ def identify(file: FileRange, options: ReadOptions) -> FileRange:
 def detect(path: str, first: bytes, options: ReadOptions, compression: str = "") -> str:
     """Name of the format by the first unpacked bytes; at most HEAD bytes are taken for the whole text.
 
-    Raises BadInput naming the file, what it is and how to make it readable.
+    Raises UnknownFormat naming the file, what it is and how to make it readable.
     """
     if first.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return "zip"
@@ -142,10 +144,12 @@ def detect(path: str, first: bytes, options: ReadOptions, compression: str = "")
         return "tar"
     if options.format in (AUTO, *TABLES) and (table := detect_kind(first)):
         if compression:
-            raise BadInput(f"{path}: a {table} table compressed with {compression}; decompress it first")
+            raise UnknownFormat(f"{path}: a {table} table compressed with {compression}; decompress it first")
         return table
     if options.format in TABLES:
-        raise BadInput(f"{path}: not a Parquet or Arrow file, as --format {options.format} says; leave --format out")
+        raise UnknownFormat(
+            f"{path}: not a Parquet or Arrow file, as --format {options.format} says; leave --format out"
+        )
     if options.format == AUTO:
         return _detect_text(path, first[:HEAD], whole=len(first) <= HEAD)
     return options.format

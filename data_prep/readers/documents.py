@@ -218,7 +218,7 @@ def _split(stream: Stream, head: bytes = b"", compression: str = "") -> Iterator
     if stream.format in (AUTO, *TABLES):
         stream.format = detection.detect(stream.path, first, stream.options, compression)
         if stream.format in SOURCES:
-            raise BadInput(
+            raise UnknownFormat(
                 f"{stream.path}: a {stream.format} file inside another; extract it first (a compressed tar needs "
                 "the suffix .tar.gz, .tar.zst, …)"
             )

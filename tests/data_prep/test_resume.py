@@ -117,7 +117,9 @@ def test_what_was_dropped_stops_a_build_that_stops(swept, stop, tmp_path, monkey
     run("out")
 
 
-@pytest.mark.parametrize("given", [{}, {"tokenizer": None, "vocab_size": 500, "held_out": 0.0}], ids=["given", "trained"])
+@pytest.mark.parametrize(
+    "given", [{}, {"tokenizer": None, "vocab_size": 500, "held_out": 0.0}], ids=["given", "trained"]
+)
 def test_a_resume_reads_files_that_were_unreadable(given, stop, tmp_path, monkeypatch):
     """Root may read everything, so the refusal is made."""
 

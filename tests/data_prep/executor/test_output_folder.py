@@ -124,7 +124,7 @@ def test_sources_in_the_output_are_refused(tmp_path):
     assert (output / "tokenizer.model").read_text() == "{}"
     with opened(output, ACCOUNT, overwrite=True, sources=[f"{tmp_path}/beside.txt"]) as work:
         assert work.is_dir()
-    with pytest.raises(BadInput, match="would replace gcs://shelf/out/a.txt, which it reads"):  # another name of gs
+    with pytest.raises(BadInput, match=r"would replace gcs://shelf/out/a.txt, which it reads"):  # another name of gs
         output_folder._refuse_sources("gs://shelf/out", ["gs://shelf/outer", "gcs://shelf/out/a.txt"])
 
 

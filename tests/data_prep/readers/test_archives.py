@@ -77,6 +77,7 @@ DAMAGED[500] ^= 1
         ("a.csv", b"body;n\none;1\n", r"a\.csv: line 1: no column 'text' \(it has body;n\)"),
         ("a.txt", "utf-16 text".encode("utf-16-le"), r"a\.txt: binary data, or text in another encoding"),
         ("a.gz", b"plain text", r"a\.gz: byte 0: not gz data despite its suffix"),
+        ("a.gz", gz(tar({"x.txt": b"x"})), r"a\.gz: a tar file inside another; extract it first"),
         ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl: byte 0: no field 'text' in the JSON line \(it has body\)"),
         ("a.jsonl", b'{"text": "\xc3\xa9"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 25: invalid UTF-8"),
         ("a.jsonl", b'{"te\0xt": 1}\n', r"a\.jsonl: byte 0: not a JSON object"),
@@ -89,6 +90,7 @@ DAMAGED[500] ^= 1
 def test_damage_is_named_with_its_place(name, content, message, tmp_path):
     _, problems = refuse(write(tmp_path / name, content), message)
     assert (problems.counts - Counter({HIDDEN_MEMBER: 1})).total() == 1
+    assert ("unknown format" in problems.counts) == (name in ("a.txt", "a.gz"))
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])

@@ -57,7 +57,9 @@ def test_damaged_table_never_passes(name, tmp_path, monkeypatch):
     rng = random.Random(2)
     path = write_table(tmp_path / name, pa.table({"text": TEXTS[:500]}))
     whole = path.read_bytes()
-    for share, small in product((0.01, 0.2, 0.5, 0.9, 0.99), (1, tasks.SMALL)):  # a large one is opened when it is listed
+    for share, small in product(
+        (0.01, 0.2, 0.5, 0.9, 0.99), (1, tasks.SMALL)
+    ):  # a large one is opened when it is listed
         monkeypatch.setattr(tasks, "SMALL", small)
         path.write_bytes(whole[: int(len(whole) * share)])
         _, problems = refuse(path, f"{name}: damaged or truncated table")
