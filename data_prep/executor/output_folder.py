@@ -50,6 +50,8 @@ OURS = re.compile(
     r"\.work|held_out|seq\d+|\.?shard-.*\.(tar|tmp)|\.(manifest|build|report).*\.tmp|(manifest|build|report)\.json|"
     r"tokenizer\.(model|json)|vocab\.txt|tokenizer_config\.json|text|sources\.csv"
 )
+# names that no other folder has, unlike `text` and `vocab.txt`
+BUILT = re.compile(r"(build|manifest)\.json|shard-.*\.tar")
 
 
 def folders(output: Path, seq_lens: Sequence[int]) -> dict[int, Path]:
@@ -332,7 +334,8 @@ def prepare_url(
             return False
         changed = "complete"
     _refuse_sources(url, sources)
-    if foreign := [name for name in found if not OURS.fullmatch(name.partition("/")[0])]:
+    was_built = any(BUILT.fullmatch(os.path.basename(name)) for name in found)
+    if foreign := [name for name in found if not (was_built and OURS.fullmatch(name.partition("/")[0]))]:
         raise BadInput(f"--output {url}: holds {foreign[0]}, which no build wrote; name another URL")
     if changed and not overwrite:
         raise BadInput(f"--output {url}: holds a build with other options or code ({changed}); --overwrite replaces it")

@@ -224,6 +224,9 @@ def test_a_bucket_may_have_its_build_inside_and_loses_no_input(topics, proxy, op
     assert "complete already" in build(url, f"{url}/out", **options).stdout
     refused = build(f"{url}/out/text", f"{url}/out", code=2, overwrite=True, **options)
     assert f"would replace {url}/out/text/part-0000000.parquet, which it reads" in error_of(refused)
+    storage.write(f"{url}/other/text/a.jsonl", b"")  # a name that builds use, and no build
+    refused = build(f"{url}/a.jsonl", f"{url}/other", code=2, overwrite=True, **options)
+    assert f"--output {url}/other: holds text/a.jsonl, which no build wrote" in error_of(refused)
     assert list(verify(f"{url}/out")) == []
 
 
