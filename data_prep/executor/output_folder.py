@@ -313,8 +313,8 @@ def prepare_url(
 
     Mutates the store: it deletes all objects of another build, with `overwrite`, or of an unfinished one of other files,
     manifests first, and it writes build.json, before any shard, since `publish` skips a shard of the same size. Raises
-    BadInput for another build without `overwrite`, for `sources` there, for objects that no build wrote, which `publish` would
-    delete, and while another process of this machine builds or uploads there.
+    BadInput for another build without `overwrite`, for `sources` there, for objects that no build wrote, and while another
+    process of this machine builds or uploads there.
     """
     found, folder = storage.list_objects(url), local_folder(url)
     changed = "without its account" if found else ""
@@ -348,8 +348,10 @@ def prepare_url(
 
 
 def _remove_objects(url: str, names: Iterable[str]) -> None:
-    """Delete objects of a build: a dataset's manifest before that of its held-out part and before shards, the account last."""
-    for name in sorted(names, key=lambda name: (name == ACCOUNT, os.path.basename(name) != MANIFEST, len(name))):
+    """Delete objects of a build: a dataset's manifest before that of its held-out part and before shards, the account last. Others, which
+    came while it ran, stay."""
+    ours = (name for name in names if OURS.fullmatch(name.partition("/")[0]))
+    for name in sorted(ours, key=lambda name: (name == ACCOUNT, os.path.basename(name) != MANIFEST, len(name))):
         storage.remove(storage.join(url, name))
 
 
@@ -360,7 +362,7 @@ def publish(url: str, folder: Path, progress: bool) -> None:
 
 
 def upload(url: str, folder: Path, progress: bool) -> None:
-    """Upload the missing files of `folder`, manifests last, delete all other objects at `url`, then delete `folder`.
+    """Upload the missing files of `folder`, manifests last, delete other objects of builds at `url`, then delete `folder`.
 
     Does nothing if another process has uploaded it meanwhile.
     """
@@ -377,8 +379,7 @@ def upload(url: str, folder: Path, progress: bool) -> None:
         for name in [name for name in missing if name not in last] + last:
             storage.put(files[name], storage.join(url, name))
             bar.update(sizes[name])
-    for name in there.keys() - files.keys():
-        storage.remove(storage.join(url, name))
+    _remove_objects(url, there.keys() - files.keys())
     remove_uploaded(folder)  # also by a process that finds the dataset complete
     log.info(f"{url}: {len(files)} files, the manifest last")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
+from data_prep.executor import output_folder
 from megabert.common import storage
 from megabert.data.shards import verify
 from tests.helpers import prep_reading, web_folder
@@ -228,6 +229,14 @@ def test_a_bucket_may_have_its_build_inside_and_loses_no_input(topics, proxy, op
     refused = build(f"{url}/a.jsonl", f"{url}/other", code=2, overwrite=True, **options)
     assert f"--output {url}/other: holds text/a.jsonl, which no build wrote" in error_of(refused)
     assert list(verify(f"{url}/out")) == []
+
+
+def test_an_upload_keeps_objects_that_came_while_it_ran(proxy, tmp_path) -> None:
+    url, folder = "s3://texts/came", write_all(tmp_path / "built", dict.fromkeys(("build.json", "manifest.json"), "{}"))
+    for name in ("notes.txt", "shard-000009.tar"):
+        storage.write(f"{url}/{name}", b"")
+    output_folder.upload(url, folder, progress=False)
+    assert storage.list_objects(url).keys() == {"build.json", "manifest.json", "notes.txt"} and not folder.exists()
 
 
 @pytest.mark.parametrize("more", [{}, {"seed": 6, "overwrite": True}], ids=["same", "other"])
