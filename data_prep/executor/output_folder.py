@@ -109,7 +109,7 @@ def opened(
                 _remove_objects(url, storage.list_objects(url) if url else ())
             if work.exists():
                 log.warning(f"{work}: keeps the unpacked text for the corrected command")
-            elif created:
+            elif created and not any(output.iterdir()):
                 output.rmdir()
             raise
         (work / ACCOUNT).unlink()  # first, so that a partly removed work folder is not resumed
@@ -281,10 +281,8 @@ def clear(output: Path, part: bool = False) -> None:
             for inner in (*work.iterdir(), *(work / JOURNAL).glob("*")):
                 if inner.name not in (LOCK, JOURNAL, UNPACK) and not inner.match(SPOOLS):
                     shutil.rmtree(inner) if inner.is_dir() else inner.unlink()
-        elif path.is_dir():
-            shutil.rmtree(path)
         elif OURS.fullmatch(path.name) and path != account:
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     account.unlink(missing_ok=True)
 
 

@@ -50,6 +50,8 @@ def test_unexpected_error_keeps_the_work(error, tmp_path):
         assert [path.name for path in work.parent.iterdir()] == [output_folder.WORK]
     begin_and_stop(tmp_path / "mistake", error=BadInput)
     assert not (tmp_path / "mistake").exists()
+    begin_and_stop(tmp_path / "mistake", "../held_out/a", "../mine/a.txt", error=BadInput)  # `mine` came meanwhile
+    assert [path.name for path in (tmp_path / "mistake").iterdir()] == ["mine"]
 
 
 def test_resume_with_other_files_removes_manifests(tmp_path):
