@@ -29,7 +29,7 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
 
     from megabert import evaluation, hf
     from megabert.config import replace
-    from megabert.data.masking import held_out_masking
+    from megabert.data.masking import MaskingVocabulary, held_out_masking
     from megabert.data.mixture import distinct_names
     from megabert.engine import precision
     from megabert.hf.unknown_tokens import UnknownTokens
@@ -52,8 +52,9 @@ def evaluate_run(run: str | Path, data: str | Sequence[str], rows: int = 0) -> d
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loaded.language_model(device, precision.dtype_on(device, cfg.precision))
     metrics: dict[str, float | int] = {"step": loaded.step}
+    vocabulary = MaskingVocabulary.of(loaded.tokenizer)  # compared above, by more than its SHA-256
     for name, dataset in zip(distinct_names(list(map(storage.public, folders))), datasets, strict=True):
-        batches = evaluation.with_sources(evaluation.fixed_batches(dataset, loaded.tokenizer, cfg), dataset)
+        batches = evaluation.with_sources(evaluation.fixed_batches(dataset, vocabulary, cfg), dataset)
         total = -(-min(dataset.rows, cfg.eval.rows) // cfg.batch.micro_size)
         batches = tqdm(batches, "evaluate", total, unit=" batches", disable=None, leave=False)
         ids = dataset.read(np.arange(min(dataset.rows, cfg.eval.rows))).ids

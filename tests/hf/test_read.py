@@ -13,14 +13,18 @@ from safetensors.torch import load_file
 import megabert
 from megabert import hf as pretrained
 from megabert.commands import convert, export, fill
+from megabert.commands.evaluate import evaluate_run
+from megabert.data.tokenizer import Tokenizer
 from megabert.hf import model_folder, read
 from megabert.hf.packing import pack
 from megabert.model import unpacked_inputs
 from tests.commands.test_convert import edit, make, rewrite
 from tests.helpers import fast_tokenizers, runs
+from tests.helpers.golden_runs import held_out_of
 from tests.helpers.hub import PUBLIC
 from tests.helpers.prep_reading import contents
 from tests.helpers.refusal import refusal
+from tests.helpers.rows import SPECIAL, make_dataset, make_rows
 from tests.integration.conftest import command
 
 CPU = torch.device("cpu")
@@ -84,6 +88,14 @@ def test_a_tokenizer_json_is_enough(lowercase: bool, tmp_path: Path) -> None:
     convert.convert(tmp_path / "hf", tmp_path / "run")
     assert list(tokens) == (tmp_path / "run" / "vocab.txt").read_text(encoding="utf-8").splitlines()
     assert pretrained.load(tmp_path / "run").tokenizer.casing.lowercase is lowercase
+    data, file = tmp_path / "data", tmp_path / "hf" / "tokenizer.json"
+    ids, *bounds = make_rows(8, 32, 3)
+    about = {"kind": "tokenizers", "file": file.name, "sha256": Tokenizer.load(file).sha256, "vocab_size": len(tokens)}
+    for folder in (data / "held_out", data):  # built with the file as it is
+        split = {"held_out": held_out_of(data / "held_out", 8)} if folder == data else {}
+        rows = (ids % len(tokens), *bounds)
+        make_dataset(folder, 8, arrays=rows, tokenizer=about | {"special_ids": SPECIAL}, **split)
+    assert evaluate_run(tmp_path / "hf", str(data))["eval/predictions"] > 20
 
 
 def test_tokenizer_json_wins_over_a_sentencepiece_model(tmp_path: Path) -> None:
