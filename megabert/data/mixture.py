@@ -143,13 +143,12 @@ def _places_of_window(seed: int, window: int) -> np.ndarray:
 
 
 def _counts(shares: Sequence[float]) -> list[int]:
-    """Positions of each dataset in a window: whole numbers nearest to the shares, at least 1, that sum to WINDOW."""
-    assert abs(sum(shares) - 1) < 1e-9 and min(shares) > 0, shares
-    counts = [max(1, int(share * WINDOW)) for share in shares]
+    """Positions of each dataset in a window: whole numbers nearest to the shares, which are at least one, that sum to WINDOW."""
+    assert abs(sum(shares) - 1) < 1e-9, shares
+    counts = [int(share * WINDOW) for share in shares]
     rest = sorted(range(len(shares)), key=lambda i: shares[i] * WINDOW - counts[i], reverse=True)
-    for i in range(WINDOW - sum(counts)):
-        counts[rest[i % len(rest)]] += 1
-    counts[int(np.argmax(counts))] -= max(0, sum(counts) - WINDOW)
+    for i in rest[: WINDOW - sum(counts)]:
+        counts[i] += 1
     return counts
 
 
@@ -194,12 +193,8 @@ def open_mixture(folder: str, mix: Mapping[str, float], shards: bool = True, cac
 
     `shards`: false reads only the manifests. `cache`: for URLs. Raises ValueError as `Dataset` does, and if the shares leave nothing for `folder`.
     """
-    if mix and (sum(mix.values()) >= 1 or min(mix.values()) <= 0):
-        raise ValueError(f"data.mix={dict(mix)}: give shares above 0 that leave one for data.path")
-    if mix and min(*mix.values(), 1 - sum(mix.values())) * WINDOW < 0.5:
-        raise ValueError(
-            f"data.mix={dict(mix)}: a share is below 1/{2 * WINDOW}, less than a row in {WINDOW}; give more"
-        )
+    if mix and min(*mix.values(), 1 - sum(mix.values())) * WINDOW < 1 - 1e-9:
+        raise ValueError(f"data.mix={dict(mix)}: give shares of at least 1/{WINDOW} that leave as much for data.path")
     if folder in mix:
         raise ValueError(f"data.mix names {folder}, which is data.path; its share is what the others leave")
     return _mixture([Dataset(path, None if shards else Manifest.load(path), cache) for path in (folder, *mix)], mix)

@@ -85,9 +85,11 @@ def test_mismatched_datasets_are_refused_by_name(folders, tmp_path):
     for name, message in (("long", "its row length is 64"), ("single", "its sentence pairs is False")):
         with pytest.raises(ValueError, match=f"{name}: {message}"):
             open_mixture(folders[1], {str(tmp_path / name): 0.5})
-    for mix in ({folders[0]: 1.0}, {folders[0]: -0.1}, {folders[1]: 0.5}, {folders[0]: 1e-5}):
+    for mix in ({folders[0]: 1.0}, {folders[0]: -0.1}, {folders[1]: 0.5}, {folders[0]: 0.9 / WINDOW}):
         with pytest.raises(ValueError, match=r"data\.mix"):
             open_mixture(folders[1], mix)
+    for share, counts in ((1 / WINDOW, [WINDOW - 1, 1]), (1 - 1 / WINDOW, [1, WINDOW - 1])):
+        assert open_mixture(folders[1], {folders[0]: share}).counts == counts
     with pytest.raises(ValueError, match=rf"copy: is the dataset of {folders[1]}; name it once"):
         open_mixture(folders[1], {str(shutil.copytree(folders[1], tmp_path / "copy")): 0.5})
     with pytest.raises(ValueError, match=r"^file:///data/manifest.json: unsupported URL scheme; "):
