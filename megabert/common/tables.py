@@ -87,12 +87,12 @@ def join(texts: Sequence[str | None]) -> str | None:
 
 
 def read_text(value: Any, where: str) -> str:
-    """A text field without surrounding space. Raises ValueError naming `where` if it is empty or not a text."""
+    """A text field. Raises ValueError naming `where` if it is empty or not a text."""
     if not isinstance(value, str):
         raise ValueError(f"{where}: expected text, got {value!r:.40}")
     if not value.strip():
         raise ValueError(f"{where}: empty text; leave it out or write something")
-    return value.strip()
+    return value
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

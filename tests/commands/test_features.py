@@ -12,11 +12,12 @@ import pytest
 import torch
 import transformers
 
+import megabert
 from megabert import hf
 from megabert.commands import export, extraction, features
 from megabert.commands.extraction import Extractor
 from megabert.distributed.ranks import World
-from tests.helpers import runs
+from tests.helpers import fast_tokenizers, runs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusal import refusal
 
@@ -132,6 +133,17 @@ def test_a_table_gives_its_columns_texts(run: Path, peer: Any, tmp_path: Path) -
     assert features.main(command(run.with_name("hf"), path, output, "--text", "a")) == 0
     want = np.stack([peer(text)[-1].mean(0) for text in ("the lazy dog, she sells", 'a "quick" fox')])
     assert np.abs(np.load(output) - want).max() <= 1e-5
+
+
+def test_lines_keep_their_spaces(tmp_path: Path) -> None:
+    """Of which byte-level BPE makes tokens, as of the texts of `encode`."""
+    (tmp_path / "lines.txt").write_text("dog\n dog\n")
+    model = runs.make(tmp_path / "run", str(fast_tokenizers.write(tmp_path / "tokenizer.json")))
+    assert features.main(command(model, tmp_path / "lines.txt", tmp_path / "out.npy")) == 0
+    found = np.load(tmp_path / "out.npy")
+    assert (
+        np.abs(found - megabert.load(model).encode(["dog", " dog"])).max() <= 1e-5 < np.abs(found[0] - found[1]).max()
+    )
 
 
 def test_causal_models_pool_their_last_token(run: Path) -> None:
