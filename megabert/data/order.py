@@ -22,6 +22,8 @@ ACTIVE_SHARDS = 64
 GROUP_BLOCKS = 64
 # blocks whose rows are shuffled together: 16 reads near each other serve 4,096 rows
 WINDOW_BLOCKS = 16
+# results kept of each step, for all datasets of a mixture: recomputed in turn they would take most of an update
+KEPT = 256
 # keys of the random streams, so that permutations and masks are independent of each other
 BLOCK_STREAM, ROW_STREAM, MIX_STREAM = 0x626C6F636B, 0x726F77, 0x6D6978
 SHARD_STREAM, SLOT_STREAM = 0x7368617264, 0x736C6F74
@@ -102,13 +104,13 @@ def _part_edges(blocks: np.ndarray, parts: int) -> np.ndarray:
     return blocks[..., None] * np.arange(parts + 1) // parts
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=KEPT)
 def _shards(order: RowOrder, seed: int, epoch: int) -> np.ndarray:
     """The shards in the epoch's order, int64 [N]."""
     return permutation(len(order.blocks), SHARD_STREAM, seed, epoch)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=KEPT)
 def _slot_starts(order: RowOrder, seed: int, epoch: int) -> np.ndarray:
     """The position at which each slot begins, int64 [groups]."""
     shards = _shards(order, seed, epoch)
@@ -126,7 +128,7 @@ def _slot_starts(order: RowOrder, seed: int, epoch: int) -> np.ndarray:
     return np.cumsum(rows) - rows
 
 
-@lru_cache(maxsize=4 * ACTIVE_SHARDS)
+@lru_cache(maxsize=KEPT)
 def _group(order: RowOrder, seed: int, epoch: int, group: int) -> tuple[np.ndarray, np.ndarray]:
     """The permuted blocks of a group of shards: first row and number of rows of each, both int64 [b]."""
     shards = _shards(order, seed, epoch)[group * order.group : (group + 1) * order.group]
@@ -140,7 +142,7 @@ def _group(order: RowOrder, seed: int, epoch: int, group: int) -> tuple[np.ndarr
     return first[chosen], rows[chosen]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=KEPT)
 def _slot(order: RowOrder, seed: int, epoch: int, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The permuted blocks of a slot: first row and number of rows of each, int64 [b], and where each window begins."""
     first, rows = [], []
@@ -154,7 +156,7 @@ def _slot(order: RowOrder, seed: int, epoch: int, slot: int) -> tuple[np.ndarray
     return np.concatenate(first)[chosen], size, (np.cumsum(size) - size)[::WINDOW_BLOCKS]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=KEPT)
 def _window(order: RowOrder, seed: int, epoch: int, slot: int, window: int) -> np.ndarray:
     """The permuted rows of a window of a slot, int64 [r]."""
     blocks_of_window = slice(window * WINDOW_BLOCKS, (window + 1) * WINDOW_BLOCKS)

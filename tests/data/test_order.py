@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megabert.data import order
 from megabert.data.order import ACTIVE_SHARDS, RowOrder
 from megabert.data.shards.dataset import OPEN_SHARDS
 from tests.helpers import streams
@@ -79,3 +80,11 @@ def test_an_update_of_a_rank_opens_few_files():
     assert each.max() <= OPEN_SHARDS, "none was closed in between: each was opened once"
     assert each.sum() / ranks / updates <= 4
     assert ACTIVE_SHARDS - 8 <= widest <= ACTIVE_SHARDS, "a batch is of as many shards as are open"
+
+
+def test_many_datasets_in_turn_draw_their_order_once(monkeypatch):
+    """As in each update of a mixture of them."""
+    orders = [RowOrder(np.array([64] * 3), 4) for _ in range(40)]
+    first = [made.row_ids(1, 0, np.arange(50)) for made in orders]
+    monkeypatch.setattr(order, "permutation", None)
+    assert all((made.row_ids(1, 0, np.arange(50)) == ids).all() for made, ids in zip(orders, first, strict=True))
