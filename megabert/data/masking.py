@@ -13,8 +13,8 @@ every other special id are neither predicted nor drawn as a replacement. The str
            `causal_every` only in updates of certain numbers
 
 Budget: a sequence gets rate x (its maskable tokens), rounded so that the row's total is rounded only once and without
-bias, and at least 1. A special token ends a word. No word is predicted in part: a sequence of which every word exceeds its
-budget has no prediction.
+bias, and at least 1; in a row with fewer slots some sequences, drawn at random, have less. A special token ends a word. No
+word is predicted in part: a sequence of which every word exceeds its budget has no prediction.
 
 Legend: n rows, T row length, S sequences a row, K prediction slots a row, P predictions, W words in all rows.
 """
@@ -258,7 +258,13 @@ def _budgets(maskable: np.ndarray, keys: np.ndarray, rate: float, capacity: int)
     offset = (keys >> np.uint64(40)).astype(np.float64)[:, None] / 2.0**24
     budget = np.diff((total * share + offset).astype(np.int64), axis=1, prepend=0)  # truncation is the floor here
     np.maximum(budget, maskable > 0, out=budget)
-    return np.diff(np.minimum(np.cumsum(budget, axis=1), capacity), axis=1, prepend=0)
+    # of all predictions, on a circle, those from a random one on are left out until they fit
+    ends = np.cumsum(budget, axis=1)
+    total = ends[:, -1:]
+    start = (keys & np.uint64(0xFFFFFF)).astype(np.int64)[:, None] * total >> 24
+    excess = np.maximum(total - capacity, 0)
+    left_out = np.clip(ends - start, 0, excess) + np.minimum(ends, np.maximum(start + excess - total, 0))
+    return np.diff(ends - left_out, axis=1, prepend=0)
 
 
 def _halves(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
