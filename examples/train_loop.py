@@ -21,8 +21,8 @@ def main(folder: str, updates: int = 100) -> float:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dataset = Dataset(folder)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    pairs = bool(dataset.manifest.options.get("nsp", True))
-    shape = ModelConfig(layers=2, hidden=128, heads=2, vocab_size=tokenizer.vocab_size, nsp=pairs)
+    length, pairs = dataset.manifest.seq_len, bool(dataset.manifest.options.get("nsp", True))
+    shape = ModelConfig(layers=2, hidden=128, heads=2, max_positions=length, vocab_size=tokenizer.vocab_size, nsp=pairs)
     model = BertForPreTraining(shape, device=device, dtype=torch.float32).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=updates, pct_start=0.11)
@@ -30,7 +30,7 @@ def main(folder: str, updates: int = 100) -> float:
     loss = torch.zeros(())
     for step, update in zip(range(updates), loader, strict=False):
         loss = torch.zeros((), device=device)
-        # sums over predictions and pairs by the counts of the whole update: gradients of micro-batches add up
+        # sums over predictions and pairs by the whole update's counts: gradients add up
         for batch in update.batches:
             output = model(**batch.to(device).inputs())
             share = output.mlm_loss_sum / max(1, update.predictions) + output.nsp_loss_sum / max(1, update.nsp_pairs)

@@ -23,6 +23,7 @@ from megabert.config import Config, ModelConfig
 from megabert.data.shards import Dataset
 from megabert.data.tokenizer import Tokenizer
 from tests.helpers import runs
+from tests.helpers.golden_runs import random_rows
 from tests.integration.conftest import BIN, ROOT
 
 SMALL = (
@@ -56,11 +57,12 @@ def test_read_shards(dataset) -> None:
 
 
 @pytest.mark.slow
-def test_train_loop(dataset) -> None:
+def test_train_loop(dataset, tmp_path) -> None:
     shown = run(sys.executable, "examples/train_loop.py", dataset, 20)
     losses = [float(loss) for loss in re.findall(r"update +\d+  loss (\d+\.\d+)", shown)]
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.8, losses
     assert "update    9" in run(sys.executable, "examples/train_loop.py", dataset, 10)
+    assert "update    0" in run(sys.executable, "examples/train_loop.py", random_rows(tmp_path, 64, 0, seq_len=600), 1)
 
 
 @pytest.mark.slow
