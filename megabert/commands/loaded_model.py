@@ -51,7 +51,7 @@ class LoadedModel:
         shape = f"{size.kind}, {size.layers} layers of {size.hidden}, {size.vocab_size:,} tokens"
         return f"LoadedModel({str(self.pretrained.run_dir)!r}, step {self.pretrained.step:,}: {shape})"
 
-    @property
+    @cached_property
     def tokenizer(self) -> TextTokenizer:
         """Maps texts to ids, int32 [n, T] from [CLS] to [SEP], padded with 0."""
         return TextTokenizer(self.pretrained.tokenizer)

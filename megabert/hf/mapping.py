@@ -131,8 +131,10 @@ def _read_modern(tree: Tree, where: str) -> dict[str, Any]:
     full = [i for i, name in enumerate(types) if name == "full_attention"]
     if full != list(range(0, layers, every)):  # what releases before 5 read is not there
         every = full[1] if len(full) > 1 else layers
-    if len(types) != layers or full != list(range(0, layers, every)):
-        raise ValueError(f"{where}: layer_types: only layers 0, n, 2n, ... with full_attention are supported")
+    others = [name for name in types if name not in ("sliding_attention", "full_attention")]
+    if others or len(types) != layers or full != list(range(0, layers, every)):
+        supported = "only full_attention in layers 0, n, 2n, ... and sliding_attention in the others"
+        raise ValueError(f"{where}: layer_types: {supported}")
     window = read_value(tree, "local_attention", where, 128, int)
     refuse_others(tree, where, {"sliding_window": (window // 2, window // 2)})  # it would replace local_attention
     local = {"window": window // 2 * 2, "global_every": every} if every > 1 else {}
