@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -268,8 +268,8 @@ class RemoteShards:
                 file.truncate(size)
             os.utime(part, (time.time(), time.time() + STALE))
             copies = []
-            # parts first, since they become shards
-            for path in (*self.cache.path.glob(PARTS), *self.cache.path.glob(SHARDS)):
+            # parts become shards: the list of these is made when parts have been counted
+            for path in chain.from_iterable(map(self.cache.path.glob, (PARTS, SHARDS))):
                 with suppress(FileNotFoundError):
                     status = path.stat()
                     copies.append((status.st_mtime_ns, status.st_size, path))
