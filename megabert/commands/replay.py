@@ -127,9 +127,17 @@ def train_again(of: Interval, folder: Path, ranks: Session, deepspeed_config: st
     config = replace(of.config, "log.seconds", 0.0)
     watchdog = ranks.watch(folder, config.watchdog.timeout_seconds)
     # `extend`: the run may have been finished at `begin` and extended from there
-    options: dict[str, Any] = {"stop_after": of.end, "extend": True, "extras": extras()}
-    options["deepspeed_extra"] = read_deepspeed(deepspeed_config)
-    trainer = open_run(folder, config, ranks.world, stop, watchdog, **options)
+    trainer = open_run(
+        folder,
+        config,
+        ranks.world,
+        stop,
+        watchdog,
+        stop_after=of.end,
+        extend=True,
+        deepspeed_extra=read_deepspeed(deepspeed_config),
+        extras=extras(),
+    )
     ranks.errors_may_differ = True
     try:
         for _ in trainer:
