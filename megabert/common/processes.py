@@ -31,10 +31,8 @@ def is_hidden(pid: int) -> bool:
     """Whether /proc, mounted with `hidepid=2`, hides another user's running process of this namespace."""
     try:
         os.kill(pid, 0)
-    except PermissionError:
-        return not os.path.exists(f"/proc/{pid}")
-    except ProcessLookupError:
-        pass
+    except OSError as error:  # else there is no such process
+        return isinstance(error, PermissionError) and not os.path.exists(f"/proc/{pid}")
     return False
 
 
