@@ -36,8 +36,6 @@ from megabert.data.tokenizer import WORD_START
 STAGE = "read"
 # characters encoded at once: about 260,000 words
 CHARACTERS_AT_ONCE = 3 << 19
-# a change of text
-CONTROLS = "control characters, now spaces"
 # a document with at least so many blocks or lines may in fact be many documents: warn
 MANY_PARTS = 300
 
@@ -74,19 +72,20 @@ def clean_documents(task: ReadTask, job: BuildJob, problems: Problems) -> Iterat
             # a Python literal can contain half a surrogate pair
             raw = document.text.encode("utf-8", "replace") if isinstance(document.text, str) else document.text
             try:
-                text, glued, controls = clean.decode(raw)
+                decoded = clean.decode(raw)
             except UnicodeDecodeError as error:
                 if job.options.encoding_errors == "replace":
-                    text, glued, controls = clean.decode(utf8.decode(raw, job.read, problems, document.path).encode())
+                    decoded = clean.decode(utf8.decode(raw, job.read, problems, document.path).encode())
                 else:
                     raw, bad = utf8.without_invalid_lines(raw)
                     at, size = document.offset + error.start, sum(map(len, bad))
                     problems.bad(document.path, at, "invalid UTF-8", utf8.INVALID, size=size, places=len(bad))
                     if not raw.strip():
                         continue
-                    text, glued, controls = clean.decode(raw)
+                    decoded = clean.decode(raw)
+            text, glued, controls = decoded
             if controls:
-                problems.changed[CONTROLS] += controls
+                problems.changed["control characters, now spaces"] += controls
             paragraphs = clean.paragraphs(text, document.markup, glued)
             yield CleanDocument(paragraphs, len(raw), document.path, document.offset, part.source, document.kind)
 
