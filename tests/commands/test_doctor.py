@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megabert import config
 from megabert.commands import doctor
 from megabert.commands.doctor import Finding
 from megabert.commands.preflight import RankSurvey, check_shared_files, report, survey
+from megabert.common import logs
 from megabert.distributed.ranks import World
 from megabert.distributed.signals import UNSAVED
 from tests.helpers.ranks import run_ranks
@@ -40,7 +42,14 @@ def test_a_cluster_without_rank_0_is_reported_soon() -> None:
 
 
 def test_ctrl_c_ends_the_report_of_a_cluster(tmp_path, monkeypatch, capfd, own_signals) -> None:
-    monkeypatch.setattr("megabert.engine.ceiling.matmul_tflops", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    shown, write = threading.Event(), logs.write_notice
+    monkeypatch.setattr(logs, "write_notice", lambda text: (write(text), shown.set()))
+
+    def interrupted(*_) -> None:  # a product takes longer than the thread that prints the notice
+        os.kill(os.getpid(), signal.SIGINT)
+        assert shown.wait(30)
+
+    monkeypatch.setattr("megabert.engine.ceiling.matmul_tflops", interrupted)
     assert doctor.main(["--cluster", "--folder", str(tmp_path)]) == 130
     assert capfd.readouterr().err.strip().splitlines() == [UNSAVED.decode().strip(), "error: interrupted"]
 
