@@ -405,6 +405,9 @@ class CheckpointConfig(Section):
             yield f"checkpoint.mirror={self.mirror} is not a URL; give one, such as s3://BUCKET/RUN"
         elif self.mirror and glob_folder(self.mirror):  # its list would be that of a pattern
             yield f"checkpoint.mirror={self.mirror} has a wildcard (*, ? or [); name another URL"
+        elif self.mirror.startswith("hf://") and not self.mirror.startswith("hf://buckets/"):
+            # 128 commits an hour, and the mirror's lock alone is renewed every 10 s
+            yield f"checkpoint.mirror={self.mirror} is a repository of the hub, which limits commits; use hf://buckets/OWNER/NAME"
 
 
 class EvalConfig(Section):

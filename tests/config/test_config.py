@@ -134,6 +134,7 @@ WSD = ["schedule.name=wsd", "schedule.total_steps=10", "schedule.warmup_steps=5"
         (["data.seq_len=1024"], "data.seq_len=1024 is above model.max_positions=512; raise that"),
         (["schedule.total_steps=50"], "schedule.warmup_steps=10000 exceeds schedule.total_steps=50; lower it"),
         (["checkpoint.mirror=/mnt/runs"], "checkpoint.mirror=/mnt/runs is not a URL; give one, such as s3://BUCKET/RUN"),
+        (["checkpoint.mirror=hf://me/run"], "checkpoint.mirror=hf://me/run is a repository of the hub"),
         (["checkpoint.mirror=s3://runs/a[1]"], "checkpoint.mirror=s3://runs/a[1] has a wildcard (*, ? or [)"),
         (["eval.patience=2", "eval.interval=0"], "eval.patience=2 counts evaluations; set eval.interval above 0"),
         (["phases=3"], "phases: Input should be a valid list (got 3)"),
