@@ -8,8 +8,16 @@ from typing import Any
 from megabert.common.files import parse_object
 from megabert.config.schema import Config, replace
 
-# Keys of a user's file without effect or with another one, and what to do instead.
+# Keys of a user's file without effect or with another one, or that a run sets itself, and what to do instead.
 CONFIG_KEYS = {
+    "train_batch_size": "remove it and set batch.global_size",
+    "train_micro_batch_size_per_gpu": "remove it and set batch.micro_size",
+    "gradient_accumulation_steps": "remove it and set batch.global_size or batch.micro_size",
+    "gradient_clipping": "remove it and set optimizer.clip",
+    "steps_per_print": "remove it and set log.interval",
+    "zero_optimization.stage": "remove it and set zero.stage",
+    "bf16.enabled": "remove it and set precision",
+    "fp16.enabled": "remove it and set precision",
     "optimizer": "remove it and set optimizer.*",
     "scheduler": "remove it and set schedule.*",
     "bfloat16": "remove it and set precision",
@@ -80,9 +88,8 @@ def merge_deepspeed(ours: dict[str, Any], user: dict[str, Any], source: str, pre
         elif isinstance(ours[key], dict) and isinstance(value, dict):
             merged[key] = merge_deepspeed(ours[key], value, source, f"{name}.")
         elif value != "auto" and value != ours[key]:
-            raise ValueError(
-                f"{source}: {name}={value!r} contradicts the run's {ours[key]!r}; remove it there and set the config key"
-            )
+            instead = CONFIG_KEYS.get(name, "remove it")
+            raise ValueError(f"{source}: {name}={value!r} contradicts the run's {ours[key]!r}; {instead}")
     return merged
 
 

@@ -229,7 +229,11 @@ def test_a_users_deepspeed_file_only_adds_keys() -> None:
     assert merged["zero_optimization"]["reduce_bucket_size"] == 5 and merged["zero_optimization"]["stage"] == 2
     assert c.merge_deepspeed(ours, {"fp16": {"enabled": "auto"}}, "f") == ours
     for user, message in (
-        ({"zero_optimization": {"stage": 3}}, r"f\.json: zero_optimization\.stage=3 contradicts the run's 2"),
+        (
+            {"zero_optimization": {"stage": 3}},
+            r"f\.json: zero_optimization\.stage=3 contradicts the run's 2; remove it and set zero\.stage",
+        ),
+        ({"steps_per_print": 100}, r"f\.json: steps_per_print=100 contradicts .*set log\.interval"),
         ({"fp16": {"enabled": True}}, r"f\.json: fp16\.enabled=True contradicts the run's False"),
         ({"optimizer": {"type": "AdamW"}}, r"f\.json: optimizer is not for this file; .* set optimizer\.\*"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r"offload_optimizer is not for .*remove it"),
